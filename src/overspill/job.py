@@ -1,0 +1,171 @@
+"""Job: what is to be trained, on what, and how. One TOML (or JSON) file drives every command.
+
+A job says what the user wants; a Plan (plan.py) says how this machine does it. ``plan.*`` here are wishes
+(``optimizer_state = "auto"``), resolved by `planner`.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from overspill.errors import OverspillError
+from overspill.schema import Frozen, Nbytes, Seconds
+
+__all__ = [
+    "DataConfig",
+    "Job",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PlanConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "read_job",
+]
+
+
+class ModelConfig(Frozen):
+    """The model: a directory in Hugging Face form, or a hub id."""
+
+    path: str = Field(description="Directory with config.json, tokenizer and *.safetensors; or a hub id.")
+    tokenizer: str | None = Field(default=None, description="Directory of the tokenizer, when not model.path.")
+    dtype: Literal["bf16", "fp32"] = Field(default="bf16", description="dtype of weights and computation.")
+    init: Literal["pretrained", "random"] = Field(
+        default="pretrained", description="Load weights, or start from random ones."
+    )
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward.")
+    freeze: tuple[str, ...] = Field(default=(), description="Glob patterns of parameter names that are not trained.")
+
+
+class DataConfig(Frozen):
+    """The text: a .txt file, or .jsonl with text, prompt/completion or chat messages."""
+
+    path: tuple[str, ...] | str = Field(description="File or files; .txt or .jsonl.")
+    format: Literal["auto", "text", "completion", "chat"] = Field(
+        default="auto", description="What a row of .jsonl holds."
+    )
+    seq_len: int = Field(default=512, ge=2, description="Tokens per sequence.")
+    packing: bool = Field(default=True, description="Fill sequences with several documents.")
+    train_on_prompt: bool = Field(default=False, description="Count the loss on prompts too, not only on answers.")
+    eval_fraction: float = Field(default=0.0, ge=0, lt=1, description="Share of the sequences held out for evaluation.")
+    shuffle: bool = Field(default=True, description="Shuffle the sequences, anew each epoch, by train.seed.")
+    num_workers: int = Field(default=0, ge=0, description="DataLoader worker processes.")
+
+
+class OptimizerConfig(Frozen):
+    """The optimizer, in torch.optim's words."""
+
+    name: Literal["adamw", "adam", "sgd", "lion"] = Field(default="adamw", description="adamw, adam, sgd or lion.")
+    lr: float = Field(default=1e-4, ge=0)
+    betas: tuple[float, float] = Field(default=(0.9, 0.999))
+    eps: float = Field(default=1e-8, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    momentum: float = Field(default=0.0, ge=0, description="sgd only.")
+    dampening: float = Field(default=0.0, description="sgd only.")
+    nesterov: bool = Field(default=False, description="sgd only.")
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0, description="Clip the gradient's global norm; leave out with 0 = off."
+    )
+    no_decay: tuple[str, ...] = Field(
+        default=("*bias", "*norm*"), description="Glob patterns of names without weight decay."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _zero_turns_clipping_off(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("max_grad_norm") == 0:
+            return {**data, "max_grad_norm": None}
+        return data
+
+
+class ScheduleConfig(Frozen):
+    """The learning rate over the steps: linear warm-up, then the named decay."""
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    min_lr_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="Learning rate at the last step, as a share of lr."
+    )
+
+
+class TrainConfig(Frozen):
+    """How long, in what portions, and what is written down."""
+
+    steps: int | None = Field(default=None, ge=1, description="Optimizer steps; or give epochs.")
+    epochs: float | None = Field(default=None, gt=0)
+    micro_batch: int = Field(default=1, ge=1, description="Sequences per forward.")
+    accumulation: int = Field(default=1, ge=1, description="Micro-batches per optimizer step.")
+    seed: int = Field(default=0, ge=0)
+    threads: int | None = Field(default=None, ge=1, description="Compute threads; part of what makes bits repeat.")
+    eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at the end.")
+    save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only at the end.")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give either train.steps or train.epochs")
+        return self
+
+
+class PlanConfig(Frozen):
+    """Wishes for the plan; what is left out is chosen for the machine."""
+
+    memory: Nbytes | None = Field(
+        default=None, description="Host memory for training, above interpreter and libraries."
+    )
+    optimizer_state: Literal["auto", "host", "disk", "mixed"] = Field(
+        default="auto", description="Where optimizer state lives."
+    )
+    disk_fraction: float | None = Field(
+        default=None, ge=0, le=1, description='Share on disk, with optimizer_state = "mixed".'
+    )
+    master: Literal["split", "fp32"] = "split"
+    moments: Literal["fp32", "bf16"] = Field(default="fp32", description="bf16 halves the bytes and is not exact.")
+    overlap: Literal["step", "forward"] = "forward"
+    durability: int | Literal["step", "checkpoint", "auto"] = Field(
+        default="auto",
+        description='"step", a number of steps, "checkpoint", or "auto": at most at_risk of work is lost.',
+    )
+    at_risk: Seconds = Field(default=600.0, description='With durability = "auto": work that a crash may cost.')
+    keep_last: int = Field(default=1, ge=1, description="Checkpoints kept.")
+    directories: tuple[str, ...] = Field(
+        default=(), description="Where disk state lives; default: in the run directory."
+    )
+    nonfinite: Literal["allow", "skip", "raise"] = "raise"
+    grad_dtype: Literal["param", "fp32"] = "param"
+
+
+class Job(Frozen):
+    """One training job, as in job.toml."""
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    train: TrainConfig
+    plan: PlanConfig = Field(default_factory=PlanConfig)
+
+
+def read_job(path: str | Path) -> Job:
+    """Read a job file (.toml, or .json). Paths inside it are relative to the file.
+
+    Raises OverspillError: OVS103 for a file that cannot be read, OVS101 or OVS102 for a wrong key or value.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+        data: Any = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise OverspillError("OVS103", f"Cannot read the job file: {error.strerror}.", field=str(file)) from None
+    except UnicodeDecodeError as error:
+        raise OverspillError("OVS103", f"The job file is not UTF-8: {error.reason}.", field=str(file)) from None
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        kind = "JSON" if file.suffix == ".json" else "TOML"
+        raise OverspillError("OVS103", f"The job file is not valid {kind}: {error}.", field=str(file)) from None
+    if not isinstance(data, dict):
+        raise OverspillError("OVS103", "The job file holds no table at its top.", field=str(file))
+    return Job.read(data, source=str(file))

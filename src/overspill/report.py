@@ -1,0 +1,32 @@
+"""StepReport: what one optimizer step did, as it is written to ``RUN/metrics.jsonl``, one row a step."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from overspill.schema import Frozen
+
+__all__ = ["StepReport"]
+
+
+class StepReport(Frozen):
+    """One optimizer step. Losses are in full precision; ``null`` stands for what was not measured.
+
+    Tiers are ``device``, ``host`` and ``disk``; classes are those of plan.StateClass. ``stall_seconds`` says for
+    how long the computing thread waited, by cause: ``disk_read``, ``disk_write``, ``update``, ``commit``.
+    """
+
+    step: int = Field(ge=1)
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float = 0.0
+    tokens: int = Field(default=0, ge=0)
+    seconds: float = Field(default=0.0, ge=0)
+    stall_seconds: dict[str, float] = Field(default_factory=dict)
+    read_nbytes: dict[str, int] = Field(default_factory=dict, description="Bytes read, by tier.")
+    written_nbytes: dict[str, int] = Field(default_factory=dict, description="Bytes written, by tier.")
+    held_nbytes: dict[str, dict[str, int]] = Field(default_factory=dict, description="Bytes held, by tier and class.")
+    clip_factor: float | None = None
+    skipped: bool = Field(default=False, description="The update was skipped since the gradient was not finite.")
+    committed_step: int | None = Field(default=None, description="Newest step that a crash cannot lose.")
+    eval_loss: float | None = None
