@@ -1,0 +1,219 @@
+"""The executor: runs a schedule's operations on threads, one lane each, and says what waited for what.
+
+It knows no tensors and no files: ``run(op)`` does the work. Lanes take operations in the order of the schedule; an
+operation starts when everything it comes after is done. The compute lane is the user's own thread, which tells the
+executor what it has reached. Threads are made once and joined at close.
+
+States and what moves between them (DESIGN.md §6):
+
+    RUNNING --first error of a lane--> FAILED(cause) --close()--> CLOSED
+    RUNNING --------------close()------------------------------> CLOSED
+
+After a failure every wait raises OVS501 with the first cause; operations that have not started never do.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from overspill.errors import OverspillError
+from overspill.schedule import Key, Kind, Lane, Op, StepSchedule
+
+__all__ = ["Executor", "ExecutorState", "SubmittedStep"]
+
+
+class ExecutorState(Enum):
+    RUNNING = "running"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(eq=False)
+class _Task:
+    """An operation of one submitted step. ``done`` is set after it ran, or when the executor failed or closed."""
+
+    op: Op
+    step: SubmittedStep
+    after: list[_Task] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class SubmittedStep:
+    """One step's operations on their way through the lanes."""
+
+    def __init__(self, number: int, schedule: StepSchedule) -> None:
+        self.number = number
+        self.schedule = schedule
+        self.tasks: dict[Key, _Task] = {}
+
+    def is_done(self, key: Key) -> bool:
+        task = self.tasks.get(key)
+        return task is None or task.done.is_set()
+
+
+class Executor:
+    """Runs submitted steps.
+
+    Args:
+        run: does one operation of a step; called on a lane's thread.
+        threads: how many threads each lane has; the compute lane has none.
+        wait_limit_seconds: longest that anything may wait before OVS505 says what it waited for.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[SubmittedStep, Op], None],
+        *,
+        threads: Mapping[Lane, int],
+        wait_limit_seconds: float = 600.0,
+    ) -> None:
+        self._run = run
+        self._wait_limit_seconds = wait_limit_seconds
+        self._lock = threading.Lock()
+        self._state = ExecutorState.RUNNING
+        self._cause: BaseException | None = None
+        self._last: SubmittedStep | None = None
+        self._open: list[SubmittedStep] = []
+        self._queues: dict[Lane, queue.SimpleQueue[_Task | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self.stall_seconds: dict[str, float] = {}
+        for lane, count in threads.items():
+            self._queues[lane] = queue.SimpleQueue()
+            for i in range(count):
+                thread = threading.Thread(
+                    target=self._lane_loop, args=(lane,), name=f"overspill-{lane}-{i}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+
+    # -- submitting ----------------------------------------------------------------------------------------
+
+    def submit(self, number: int, schedule: StepSchedule) -> SubmittedStep:
+        """Hand over a step. Its reads start as soon as buffers are free; updates wait for its NORM."""
+        self.raise_if_failed()
+        step = SubmittedStep(number, schedule)
+        for op in schedule.ops:
+            step.tasks[op.key] = _Task(op, step)
+        previous = self._last
+        for task in step.tasks.values():
+            task.after = [step.tasks[key] for key in task.op.after]
+            if previous is not None:
+                met = (previous.tasks.get(key) for key in task.op.after_previous)
+                task.after += [t for t in met if t is not None and not t.done.is_set()]
+        self._last = step
+        with self._lock:
+            self._open = [s for s in self._open if not all(t.done.is_set() for t in s.tasks.values())] + [step]
+        for task in step.tasks.values():
+            if task.op.lane in self._queues:
+                self._queues[task.op.lane].put(task)
+        return step
+
+    # -- the compute lane --------------------------------------------------------------------------------------
+
+    def reach(self, step: SubmittedStep, key: Key, *, cause: str) -> None:
+        """Wait for what ``key`` of the compute lane comes after, then mark it done."""
+        task = step.tasks[key]
+        self._wait([t for t in task.after if t.op.lane is not Lane.COMPUTE], cause)
+        task.done.set()
+
+    def wait(self, step: SubmittedStep, keys: Iterable[Key], *, cause: str) -> None:
+        """Wait for operations of ``step``; keys that it does not have are done."""
+        self._wait([step.tasks[key] for key in keys if key in step.tasks], cause)
+
+    def wait_all(self, step: SubmittedStep, *kinds: Kind, cause: str) -> None:
+        self._wait([task for task in step.tasks.values() if task.op.key.kind in kinds], cause)
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ExecutorState:
+        return self._state
+
+    @property
+    def cause(self) -> BaseException | None:
+        return self._cause
+
+    def fail(self, cause: BaseException) -> None:
+        """Stop: the first cause is kept, all waits raise, nothing that has not started starts."""
+        with self._lock:
+            if self._state is not ExecutorState.RUNNING:
+                return
+            self._state, self._cause = ExecutorState.FAILED, cause
+            tasks = [task for step in self._open for task in step.tasks.values()]
+        for task in tasks:
+            task.done.set()
+
+    def raise_if_failed(self) -> None:
+        """Raises the first error of a lane: an OverspillError as itself, anything else as the cause of OVS501."""
+        if self._state is ExecutorState.RUNNING:
+            return
+        if isinstance(self._cause, OverspillError):
+            raise self._cause
+        text = "The session is closed." if self._cause is None else f"The session has failed: {self._cause!r}."
+        raise OverspillError("OVS501", text) from self._cause
+
+    def close(self, *, join_seconds: float = 30.0) -> None:
+        """Stop the threads and join them; operations that have not started never do."""
+        with self._lock:
+            if self._state is ExecutorState.RUNNING:
+                self._state = ExecutorState.CLOSED
+            tasks = [task for step in self._open for task in step.tasks.values()]
+        for task in tasks:
+            task.done.set()
+        for thread in self._threads:
+            lane = Lane(thread.name.split("-")[1])
+            self._queues[lane].put(None)
+        end = time.monotonic() + join_seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _lane_loop(self, lane: Lane) -> None:
+        tasks = self._queues[lane]
+        while (task := tasks.get()) is not None:
+            try:
+                for needed in task.after:
+                    if not needed.done.wait(self._wait_limit_seconds):
+                        raise self._too_long(f"{task.op.key} of step {task.step.number}", [needed])
+                if self._state is not ExecutorState.RUNNING:
+                    return
+                self._run(task.step, task.op)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, waiting threads must be told
+                self.fail(error)
+                return
+            finally:
+                task.after = []  # a chain of steps must not keep every step before it alive
+                task.done.set()
+
+    def _wait(self, tasks: list[_Task], cause: str) -> None:
+        open_tasks = [task for task in tasks if not task.done.is_set()]
+        if open_tasks:
+            start = time.perf_counter()
+            for task in open_tasks:
+                if not task.done.wait(self._wait_limit_seconds):
+                    self.fail(self._too_long(cause, open_tasks))
+                    break
+            self.stall_seconds[cause] = self.stall_seconds.get(cause, 0.0) + time.perf_counter() - start
+        if self._state is not ExecutorState.RUNNING:
+            self.raise_if_failed()
+
+    def _too_long(self, who: str, waited_for: list[_Task]) -> OverspillError:
+        undone = [f"{task.op.key} of step {task.step.number}" for task in waited_for if not task.done.is_set()]
+        with self._lock:
+            running = [
+                f"{task.op.key} of step {task.step.number}"
+                for step in self._open
+                for task in step.tasks.values()
+                if not task.done.is_set() and task.op.lane is not Lane.COMPUTE
+            ]
+        return OverspillError(
+            "OVS505",
+            f"{who} waited {self._wait_limit_seconds:.0f} s for {', '.join(undone[:4])}. "
+            f"{len(running)} operations are open, the first: {', '.join(running[:4])}.",
+        )
