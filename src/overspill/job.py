@@ -60,15 +60,17 @@ class OptimizerConfig(Frozen):
     """The optimizer, in torch.optim's words."""
 
     name: Literal["adamw", "adam", "sgd", "lion"] = Field(default="adamw", description="adamw, adam, sgd or lion.")
-    lr: float = Field(default=1e-4, ge=0)
-    betas: tuple[float, float] = Field(default=(0.9, 0.999))
-    eps: float = Field(default=1e-8, ge=0)
-    weight_decay: float = Field(default=0.01, ge=0)
+    lr: float = Field(default=1e-4, ge=0, description="Learning rate at the top of the schedule.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="Decay of the two moments; not for sgd.")
+    eps: float = Field(default=1e-8, ge=0, description="Added to the root of exp_avg_sq; adam and adamw.")
+    weight_decay: float = Field(
+        default=0.01, ge=0, description="Decoupled in adamw and lion, added to the gradient in adam and sgd."
+    )
     momentum: float = Field(default=0.0, ge=0, description="sgd only.")
     dampening: float = Field(default=0.0, description="sgd only.")
     nesterov: bool = Field(default=False, description="sgd only.")
     max_grad_norm: float | None = Field(
-        default=1.0, gt=0, description="Clip the gradient's global norm; leave out with 0 = off."
+        default=1.0, gt=0, description="Clip the gradient's global norm to this; 0 = off."
     )
     no_decay: tuple[str, ...] = Field(
         default=("*bias", "*norm*"), description="Glob patterns of names without weight decay."
@@ -85,8 +87,8 @@ class OptimizerConfig(Frozen):
 class ScheduleConfig(Frozen):
     """The learning rate over the steps: linear warm-up, then the named decay."""
 
-    kind: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
+    kind: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Decay after the warm-up.")
+    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps over which lr rises from 1/n to 1.")
     min_lr_ratio: float = Field(
         default=0.1, ge=0, le=1, description="Learning rate at the last step, as a share of lr."
     )
@@ -96,10 +98,10 @@ class TrainConfig(Frozen):
     """How long, in what portions, and what is written down."""
 
     steps: int | None = Field(default=None, ge=1, description="Optimizer steps; or give epochs.")
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, description="Passes over the training sequences; or give steps.")
     micro_batch: int = Field(default=1, ge=1, description="Sequences per forward.")
     accumulation: int = Field(default=1, ge=1, description="Micro-batches per optimizer step.")
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, description="Of dropout, shuffling and random weights.")
     threads: int | None = Field(default=None, ge=1, description="Compute threads; part of what makes bits repeat.")
     eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at the end.")
     save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only at the end.")
@@ -123,9 +125,13 @@ class PlanConfig(Frozen):
     disk_fraction: float | None = Field(
         default=None, ge=0, le=1, description='Share on disk, with optimizer_state = "mixed".'
     )
-    master: Literal["split", "fp32"] = "split"
+    master: Literal["split", "fp32"] = Field(
+        default="split", description="split: 16 bits beside each bf16 weight, lossless; fp32: a separate copy."
+    )
     moments: Literal["fp32", "bf16"] = Field(default="fp32", description="bf16 halves the bytes and is not exact.")
-    overlap: Literal["step", "forward"] = "forward"
+    overlap: Literal["step", "forward"] = Field(
+        default="forward", description="When updates run: inside the step, or before each block's next use."
+    )
     durability: int | Literal["step", "checkpoint", "auto"] = Field(
         default="auto",
         description='"step", a number of steps, "checkpoint", or "auto": at most at_risk of work is lost.',
@@ -135,8 +141,12 @@ class PlanConfig(Frozen):
     directories: tuple[str, ...] = Field(
         default=(), description="Where disk state lives; default: in the run directory."
     )
-    nonfinite: Literal["allow", "skip", "raise"] = "raise"
-    grad_dtype: Literal["param", "fp32"] = "param"
+    nonfinite: Literal["allow", "skip", "raise"] = Field(
+        default="raise", description="What to do when the gradient norm is NaN or infinite."
+    )
+    grad_dtype: Literal["param", "fp32"] = Field(
+        default="param", description="dtype that gradients are kept and accumulated in."
+    )
 
 
 class Job(Frozen):

