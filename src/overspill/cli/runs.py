@@ -1,7 +1,142 @@
+"""``overspill runs``: list, show and remove runs. Reads small files only; it never opens the state."""
+
 from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from overspill.cli.console import emit, is_terminal, print_json, print_table
+from overspill.errors import OverspillError
 
-def add_to(app: typer.Typer) -> None:
-    pass
+if TYPE_CHECKING:
+    from overspill.checkpoint import RunDirectory
+
+__all__ = ["add_to"]
+
+app = typer.Typer(help="List, show and remove runs.", invoke_without_command=True)
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Parent = Annotated[Path, typer.Option("--in", help="The directory that holds the runs.")]
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")]
+
+
+@app.callback()
+def _default(context: typer.Context) -> None:
+    """List, show and remove runs."""
+    if context.invoked_subcommand is None:
+        list_runs()
+
+
+@app.command("list")
+def list_runs(parent: _Parent = Path("runs"), as_json: _Json = False) -> None:
+    """The runs in a directory, oldest first."""
+    from overspill.checkpoint import find_runs
+    from overspill.units import format_nbytes
+
+    rows = [_facts(run) for run in find_runs(parent)]
+    if as_json:
+        print_json(rows)
+    elif not rows:
+        emit(f"No runs in {parent}.")
+    else:
+        print_table(
+            ("run", "model", "step", "status", "loss", "on disk"),
+            [
+                (
+                    r["run"],
+                    Path(r["model"]).name,
+                    f"{r['step']}" + (f"/{r['total_steps']}" if r["total_steps"] else ""),
+                    r["status"],
+                    "" if r["loss"] is None else f"{r['loss']:.4f}",
+                    format_nbytes(r["nbytes"]),
+                )
+                for r in rows
+            ],
+        )
+
+
+@app.command("show")
+def show(path: _Run, as_json: _Json = False) -> None:
+    """What a run is, how far it came, its checkpoints, and the forecast beside what was measured."""
+    from overspill.checkpoint import RunDirectory
+    from overspill.units import format_nbytes
+
+    run = RunDirectory.open(path)
+    facts = _facts(run)
+    if as_json:
+        print_json(facts)
+        return
+    print_table(
+        ("", ""),
+        [
+            ("run", facts["run"]),
+            ("model", facts["model"]),
+            ("parameters", f"{facts['numel']:,}"),
+            ("created", facts["created"]),
+            ("status", facts["status"]),
+            ("step", f"{facts['step']}" + (f" of {facts['total_steps']}" if facts["total_steps"] else "")),
+            ("loss", "" if facts["loss"] is None else f"{facts['loss']:.4f}"),
+            ("evaluation loss", "" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}"),
+            ("checkpoints", ", ".join(facts["checkpoints"]) or "none"),
+            ("on disk", format_nbytes(facts["nbytes"])),
+        ],
+    )
+    if facts["comparison"]:
+        from overspill.observe.compare import print_comparison
+
+        print_comparison(facts["comparison"])
+
+
+@app.command("rm")
+def remove(
+    path: _Run,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Delete a run with all its checkpoints. Asks first; refuses a run that is in use."""
+    from overspill.checkpoint import RunDirectory
+    from overspill.units import format_nbytes
+
+    run = RunDirectory.open(path)
+    nbytes = run.nbytes()
+    if not yes:
+        if not is_terminal():
+            raise OverspillError(
+                "OVS601",
+                "Nobody is there to be asked whether the run may be deleted.",
+                field=str(path),
+                next_step=f"`overspill runs rm --yes {path}` deletes it without asking.",
+            )
+        typer.confirm(f"Delete {path} ({format_nbytes(nbytes)}) with all its checkpoints?", abort=True)
+    run.remove()
+    if as_json:
+        print_json({"removed": str(path), "nbytes": nbytes})
+    else:
+        emit(f"Removed {path}, {format_nbytes(nbytes)}.")
+
+
+def _facts(run: RunDirectory) -> dict[str, Any]:
+    from overspill.observe.metrics import last_row
+
+    identity, summary, row = run.identity(), run.summary(), last_row(run.metrics_file)
+    return {
+        "run": str(run.path),
+        "run_id": identity.run_id,
+        "model": identity.model,
+        "numel": identity.numel,
+        "created": identity.created,
+        "status": summary.status if summary else "not ended",
+        "step": row.step if row else 0,
+        "total_steps": summary.total_steps if summary else run.job().train.steps,
+        "loss": row.loss if row else None,
+        "eval_loss": summary.eval_loss if summary else None,
+        "checkpoints": run.checkpoint_names(),
+        "nbytes": run.nbytes(),
+        "comparison": summary.comparison if summary else [],
+    }
+
+
+def add_to(parent: typer.Typer) -> None:
+    parent.add_typer(app, name="runs")

@@ -18,7 +18,7 @@ from typing import Any, Self
 from overspill.errors import OverspillError
 from overspill.report import StepReport
 
-__all__ = ["MetricsWriter", "read_metrics", "row_text", "truncate_metrics"]
+__all__ = ["MetricsWriter", "last_row", "read_metrics", "row_text", "truncate_metrics"]
 
 
 def _json_ready(value: Any) -> Any:
@@ -84,6 +84,23 @@ def read_metrics(file: Path) -> list[StepReport]:
             )
         reports.append(row)
     return reports
+
+
+def last_row(file: Path) -> StepReport | None:
+    """The newest whole row, read from the end: a long run's file is large."""
+    try:
+        with file.open("rb") as source:
+            source.seek(0, os.SEEK_END)
+            source.seek(max(0, source.tell() - 64 * 1024))
+            lines = source.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            return StepReport.read(json.loads(line), source=str(file))
+        except (ValueError, OverspillError):
+            continue  # the first line of the window is usually cut; a damaged one says nothing either
+    return None
 
 
 def truncate_metrics(file: Path, step: int) -> tuple[int, int]:

@@ -1,0 +1,109 @@
+"""The run directory: who it belongs to, what may be resumed, and that nothing foreign is ever deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from overspill.checkpoint import RunDirectory, RunIdentity, RunSummary, find_runs, new_run_path
+from overspill.checkpoint.run_directory import job_text
+from overspill.errors import OverspillError
+from overspill.job import Job, read_job
+
+
+def _job(model: str = "/m", **train: object) -> Job:
+    return Job.read({"model": {"path": model}, "data": {"path": ["/d.txt"]}, "train": {"steps": 10, **train}})
+
+
+def _identity(threads: int = 2) -> RunIdentity:
+    return RunIdentity.fresh(model="/m", model_digest="d", numel=3, torch="2.13.0", simd="x86-64-v3", threads=threads)
+
+
+def _made(path: Path) -> RunDirectory:
+    run = RunDirectory.create(path, _job())
+    run.write_identity(_identity())
+    return run
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"optimizer": {"max_grad_norm": 0}}, {"plan": {"memory": "7GiB", "at_risk": "2h", "durability": "step"}}],
+)
+def test_the_copied_job_reads_back_as_the_same_job(tmp_path: Path, changes: dict[str, object]) -> None:
+    job = Job.read({**_job().model_dump(), **changes})
+    file = tmp_path / "job.toml"
+    file.write_text(job_text(job))
+    assert read_job(file) == job
+
+
+def test_a_run_comes_back_as_it_was_made(tmp_path: Path) -> None:
+    run = _made(tmp_path / "r")
+    again = RunDirectory.open(tmp_path / "r")
+    assert again.job() == _job()
+    assert again.identity() == run.identity()
+    assert find_runs(tmp_path)[0].path == run.path
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    _made(tmp_path / "r")
+    with pytest.raises(OverspillError, match=r"OVS604.*overspill resume"):
+        RunDirectory.create(tmp_path / "r", _job())
+
+
+def test_a_run_directory_of_another_model_is_refused_with_both_names(tmp_path: Path) -> None:
+    _made(tmp_path / "r")
+    with pytest.raises(OverspillError, match=r"OVS602.*/other.*/m"):
+        RunDirectory.create(tmp_path / "r", _job(model="/other"))
+
+
+def test_a_directory_with_other_files_is_neither_used_nor_removed(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").write_bytes(b"x")
+    with pytest.raises(OverspillError, match=r"OVS604.*cat.png"):
+        RunDirectory.create(tmp_path / "photos", _job())
+    with pytest.raises(OverspillError, match="OVS601"):
+        RunDirectory(tmp_path / "photos").remove()
+    assert (tmp_path / "photos" / "cat.png").exists()
+
+
+def test_what_a_failed_start_left_behind_can_be_used_again(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "r", _job())
+    assert RunDirectory.create(tmp_path / "r", _job(seed=5)).job().train.seed == 5
+
+
+def test_a_finished_run_is_refused_until_more_steps_are_asked_for(tmp_path: Path) -> None:
+    run = _made(tmp_path / "r")
+    run.refuse_if_finished(run.job())
+    run.write_summary(RunSummary(status="finished", step=10, total_steps=10, steps_asked=10))
+    with pytest.raises(OverspillError, match=r"OVS603.*10 steps"):
+        run.refuse_if_finished(run.job())
+    run.refuse_if_finished(_job(steps=20))
+
+
+def test_a_changed_thread_count_is_said(tmp_path: Path) -> None:
+    assert _identity(2).differences(_identity(2)) == []
+    assert _identity(2).differences(_identity(4)) == ["compute threads 2 then, 4 now"]
+
+
+def test_a_damaged_identity_names_its_file(tmp_path: Path) -> None:
+    run = _made(tmp_path / "r")
+    run.identity_file.write_text("{")
+    with pytest.raises(OverspillError, match=r"OVS404.*run.json"):
+        run.identity()
+
+
+def test_new_runs_get_free_names(tmp_path: Path) -> None:
+    first = new_run_path(Path("x/story.toml"), parent=tmp_path)
+    assert first == tmp_path / "story-001"
+    first.mkdir()
+    assert new_run_path(Path("x/story.toml"), parent=tmp_path) == tmp_path / "story-002"
+
+
+def test_removing_a_run_takes_everything_and_nothing_beside_it(tmp_path: Path) -> None:
+    run = _made(tmp_path / "r")
+    (tmp_path / "keep.txt").write_text("x")
+    assert run.nbytes() > 0
+    run.remove()
+    assert not run.path.exists()
+    assert (tmp_path / "keep.txt").exists()

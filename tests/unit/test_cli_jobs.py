@@ -1,0 +1,77 @@
+"""--set and the paths of a job file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from overspill.cli.jobs import load_job
+from overspill.errors import OverspillError
+
+TEXT = """
+[model]
+path = "{model}"
+[data]
+path = "text.txt"
+[train]
+steps = 3
+[optimizer]
+max_grad_norm = 0
+"""
+
+
+def _file(folder: Path, model: str = "m") -> Path:
+    file = folder / "job.toml"
+    file.write_text(TEXT.format(model=model))
+    return file
+
+
+def test_paths_are_relative_to_the_file_not_to_where_the_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "m").mkdir(parents=True)
+    file = _file(tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
+    job = load_job(Path("here/job.toml"))
+    assert job == load_job(file)
+    assert job.model.path == str(tmp_path / "here" / "m")
+    assert job.data.path == (str(tmp_path / "here" / "text.txt"),)
+
+
+def test_a_hub_id_stays_one_and_a_missing_directory_is_named_in_full(tmp_path: Path) -> None:
+    assert load_job(_file(tmp_path, "org/name")).model.path == "org/name"
+    assert load_job(_file(tmp_path, "./gone")).model.path == str(tmp_path / "gone")
+
+
+def test_a_setting_replaces_a_value_and_keeps_the_others(tmp_path: Path) -> None:
+    job = load_job(_file(tmp_path), ["plan.memory=2GiB", "optimizer.lr=3e-4", "model.freeze=['a', 'b']"])
+    assert job.plan.memory == 2 * 1024**3
+    assert job.optimizer.lr == 3e-4
+    assert job.model.freeze == ("a", "b")
+    assert job.optimizer.max_grad_norm is None
+    assert job.train.steps == 3
+
+
+def test_epochs_replace_steps(tmp_path: Path) -> None:
+    train = load_job(_file(tmp_path), ["train.epochs=2"]).train
+    assert (train.steps, train.epochs) == (None, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "hint"),
+    [
+        ("steps=3", "OVS101", "table.key=value"),
+        ("train.steps", "OVS101", "table.key=value"),
+        ("trian.steps=3", "OVS101", "Did you mean train"),
+        ("train.stesp=3", "OVS101", "Did you mean steps"),
+        ("plan.memory=2GiBs", "OVS102", "Known units"),
+        ("plan.memory=2 gib", "OVS102", "Did you mean GiB"),
+        ("train.steps=many", "OVS101", "train.steps"),
+    ],
+)
+def test_a_wrong_setting_says_what_was_meant(tmp_path: Path, setting: str, code: str, hint: str) -> None:
+    with pytest.raises(OverspillError) as caught:
+        load_job(_file(tmp_path), [setting])
+    assert caught.value.code == code
+    assert hint in str(caught.value)

@@ -1,0 +1,169 @@
+"""Writes the reference pages that are made from the code: errors, the job file, the command line, metrics.
+
+Each page has one source: errors.CODES, the pydantic schemas, the typer commands. `make docs` writes them;
+`--check` fails and names the first page that differs, which is what the test does. Nothing else is generated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "src"))
+
+from overspill.cli.main import app  # noqa: E402
+from overspill.cli.starter import job_tables, starter_text, toml_value  # noqa: E402
+from overspill.errors import CODES  # noqa: E402
+from overspill.report import StepReport  # noqa: E402
+
+REFERENCE = REPOSITORY / "docs" / "reference"
+MARK = "<!-- Made by tools/make_docs.py; do not edit. -->\n"
+GROUP_BY_DIGIT = {
+    "1": "The job file and the command line",
+    "2": "The model and the data",
+    "3": "Memory",
+    "4": "Disk",
+    "5": "The session",
+    "6": "Runs",
+}
+
+
+def error_pages() -> dict[Path, str]:
+    pages = {}
+    index = [MARK, "# Errors\n", "Every error that a user can act on has a code. A code keeps its meaning.\n"]
+    group = ""
+    for code, row in sorted(CODES.items()):
+        if code[3] != group:
+            group = code[3]
+            index += [f"\n## {GROUP_BY_DIGIT[group]}\n"]
+        index.append(f"- [{code}](errors/{code}.md): {row.title}")
+        pages[REFERENCE / "errors" / f"{code}.md"] = (
+            f"{MARK}\n# {code}: {row.title}\n\n**Why.** {row.cause}\n\n**What to do.** {row.fix}\n\n"
+            "[All errors](../errors.md)\n"
+        )
+    pages[REFERENCE / "errors.md"] = "\n".join(index) + "\n"
+    return pages
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def job_page() -> str:
+    lines = [
+        MARK,
+        "# The job file",
+        "",
+        "One TOML file (JSON is read as well) says what is trained, on what and how; every command reads it.",
+        "`overspill new` writes one with every key. Unknown keys are errors that name the nearest known one.",
+        'Sizes carry a unit: `"24GiB"` is 24·1024³ bytes, `"24GB"` is 24·1000³. Paths are relative to the file.',
+    ]
+    for table in job_tables():
+        lines += ["", f"## [{table.name}]", "", table.description, ""]
+        lines += ["| key | type | default | |", "|---|---|---|---|"]
+        for key in table.keys:
+            default = (
+                "**required**" if key.required else "not set" if key.default is None else f"`{toml_value(key.default)}`"
+            )
+            lines.append(f"| `{key.name}` | {_cell(key.kind)} | {default} | {_cell(key.description)} |")
+    lines += ["", "## A file with every key", "", "```toml", starter_text().rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def metrics_page() -> str:
+    lines = [
+        MARK,
+        "# metrics.jsonl",
+        "",
+        inspect.cleandoc(StepReport.__doc__ or "").replace("``", "`"),
+        "",
+        "One JSON object a line, one line an optimizer step, in order. A number that is not finite stands as the text",
+        '`"NaN"`, `"Infinity"` or `"-Infinity"`, since JSON has none. A resume cuts the file back to the',
+        "committed step.",
+        "",
+        "| key | type | |",
+        "|---|---|---|",
+    ]
+    for name, info in StepReport.model_fields.items():
+        kind = str(info.annotation).replace("<class '", "").replace("'>", "")
+        lines.append(f"| `{name}` | {_cell(kind)} | {_cell(info.description or '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def cli_page() -> str:
+    import typer.main
+
+    root = typer.main.get_command(app)
+    lines = [
+        MARK,
+        "# The command line",
+        "",
+        "Exit codes: 0 done; 1 a fault of Overspill's (the message names the file with the traceback); 2 a mistake",
+        "that you can act on (one paragraph with a code, see [errors](errors.md)); 130 interrupted by Ctrl-C.",
+        "With `--json` results are JSON on standard output, notices go to standard error.",
+    ]
+    for path, command in _walk(root, ("overspill",)):
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        usage = [_argument(p) if p.required else f"[{_argument(p)}]" for p in arguments]
+        lines += ["", f"## {' '.join([*path, *usage])}", "", (command.help or "").strip()]
+        rows = [p for p in command.params if p.param_type_name in ("option", "argument") and p.name != "help"]
+        if rows:
+            lines += ["", "| | |", "|---|---|"]
+            for parameter in rows:
+                is_option = parameter.param_type_name == "option"
+                name = ", ".join(f"`{o}`" for o in parameter.opts) if is_option else f"`{_argument(parameter)}`"
+                lines.append(f"| {name} | {_cell(getattr(parameter, 'help', None) or '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _argument(parameter) -> str:  # type: ignore[no-untyped-def]
+    return (parameter.metavar or parameter.name).upper().strip("[]")
+
+
+def _walk(command, path):  # type: ignore[no-untyped-def]
+    """The commands below, in the order they were added, groups before their members."""
+    for name, child in getattr(command, "commands", {}).items():
+        yield (*path, name), child
+        yield from _walk(child, (*path, name))
+
+
+def pages() -> dict[Path, str]:
+    return {
+        **error_pages(),
+        REFERENCE / "job.md": job_page(),
+        REFERENCE / "metrics.md": metrics_page(),
+        REFERENCE / "cli.md": cli_page(),
+    }
+
+
+def stale() -> list[Path]:
+    """Pages that differ from what the code gives, and error pages whose code is gone."""
+    wanted = pages()
+    differ = [file for file, text in wanted.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
+    return differ + [file for file in (REFERENCE / "errors").glob("*.md") if file not in wanted]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page differs")
+    options = parser.parse_args()
+    if options.check:
+        for file in stale():
+            print(f"stale: {file.relative_to(REPOSITORY)}; run make docs", file=sys.stderr)
+        return 1 if stale() else 0
+    wanted = pages()
+    for file in stale():
+        if file not in wanted:
+            file.unlink()
+    for file, text in wanted.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    print(f"wrote {len(wanted)} pages")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
