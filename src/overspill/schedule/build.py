@@ -104,7 +104,8 @@ def build_step(plan: StepPlan, *, commits: bool) -> StepSchedule:
     for block in reversed(range(plan.blocks)):
         compute(Kind.BACKWARD, block)
     norm = Key(Kind.NORM)
-    # Every update of the step before is done by then: its gradients' memory is about to be used again.
+    # Every update of the step before is done by then, also of blocks that did not run forward: the memory of its
+    # gradients is about to be used again.
     ops.append(
         Op(norm, after=(previous_compute,) if previous_compute else (), after_previous=tuple(last_chunk.values()))
     )
@@ -137,14 +138,15 @@ def build_step(plan: StepPlan, *, commits: bool) -> StepSchedule:
                 )
             )
             needs.append(read)
-        # A commit of the step before still reads this chunk's state or weights until its WRITE is done.
+        # A commit of the step before reads state and weights as that step left them, and nothing of this step may
+        # reach the store before it has decided.
         ops.append(
             Op(
                 update,
                 nbytes=chunk.numel * plan.update_nbytes,
                 buffer=buffer,
                 after=tuple(needs),
-                after_previous=(write, Key(Kind.COMMIT)),
+                after_previous=(Key(Kind.COMMIT),),
             )
         )
         nbytes = chunk.numel * (plan.weight_nbytes if commits else 0)
