@@ -6,7 +6,7 @@
 // No include guard: included once by each kernels_*.cpp, inside that clone's namespace.
 
 // Adam and AdamW in one pass: p, m, v and the published weights.
-template <class MasterT, class GradT, class StateT, bool L2>
+template <class MasterT, class GradT, class StateT, bool L2, bool LerpFromGrad>
 static void adam_loop(MasterT p, const GradT* __restrict g_, StateT* __restrict m_, StateT* __restrict v_,
                       const AdamScalars& in, std::size_t begin, std::size_t end) {
   const AdamScalars s = in;
@@ -21,7 +21,7 @@ static void adam_loop(MasterT p, const GradT* __restrict g_, StateT* __restrict 
     }
     const float m0 = load(m_, i);
     // torch.lerp: from the nearer end, so that weight 1 gives the gradient exactly.
-    const float m = (s.lerp_from_grad ? g : m0) + s.beta1_lerp * (g - m0);
+    const float m = (LerpFromGrad ? g : m0) + s.beta1_lerp * (g - m0);
     const float v = load(v_, i) * s.beta2 + (s.one_minus_beta2 * g) * g;
     const float denom = __builtin_sqrtf(v) / s.bias_correction2_sqrt + s.eps;
     store(m_, i, m);
@@ -103,8 +103,10 @@ static void with_types(const Arrays& a, F f) {
 
 static void adam(const Arrays& a, const AdamScalars& s, std::size_t begin, std::size_t end) {
   with_types(a, [&]<class P, class G, class S>(P p, const G* g, S* m, S* v) {
-    if (s.l2) return adam_loop<P, G, S, true>(p, g, m, v, s, begin, end);
-    return adam_loop<P, G, S, false>(p, g, m, v, s, begin, end);
+    if (s.l2 && s.lerp_from_grad) return adam_loop<P, G, S, true, true>(p, g, m, v, s, begin, end);
+    if (s.l2) return adam_loop<P, G, S, true, false>(p, g, m, v, s, begin, end);
+    if (s.lerp_from_grad) return adam_loop<P, G, S, false, true>(p, g, m, v, s, begin, end);
+    return adam_loop<P, G, S, false, false>(p, g, m, v, s, begin, end);
   });
 }
 

@@ -6,12 +6,12 @@ or a read-only array is a TypeError; unequal lengths, overlapping arrays and bad
 A name that ends in _ changes its arrays in place. ``level`` chooses the SIMD clone; all give the same bits.
 """
 
-from collections.abc import Buffer
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import Buffer
 
 Array: TypeAlias = torch.Tensor | npt.NDArray[np.generic]
 Segments: TypeAlias = torch.Tensor | npt.NDArray[np.int64]
