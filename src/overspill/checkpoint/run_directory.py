@@ -1,8 +1,9 @@
 """The run directory: what lies where, who it belongs to, and what can be resumed.
 
-    RUN/run.json        identity: run id, model, versions, threads     RUN/metrics.jsonl   one row a step
-    RUN/job.toml        the job, with absolute paths                   RUN/checkpoints/    pins, by name
-    RUN/state/          the store (tiers/disk)                         RUN/summary.json    how the last session ended
+    RUN/run.json    identity: run id, model, versions, threads    RUN/metrics.jsonl       one row a step
+    RUN/job.toml    the job, with absolute paths                  RUN/summary.json        how the last session ended
+    RUN/state/      the store (tiers/disk)                        RUN/state/checkpoints/  pins, by name
+    RUN/export/     exported models, by checkpoint                RUN/crash.txt           the last unexpected traceback
 
 Pure Python: it is read without torch by `runs`, `export` and `resume` before anything heavy is loaded. Nothing
 here is unpickled, and small files are replaced by a rename, so a crash leaves the old or the new one.
@@ -94,7 +95,8 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self.summary_file = self.path / "summary.json"
         self.state = self.path / "state"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = self.state / "checkpoints"
+        self.exports = self.path / "export"
 
     @classmethod
     def create(cls, path: str | Path, job: Job) -> RunDirectory:
@@ -191,7 +193,23 @@ class RunDirectory:
         """Newest last. Names are step-000100 and the like, so that their order is that of the steps."""
         if not self.checkpoints.is_dir():
             return []
-        return sorted(entry.name for entry in self.checkpoints.iterdir() if entry.is_dir())
+        entries = self.checkpoints.iterdir()
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+    def checkpoint(self, name: str | None = None) -> Path:
+        """The directory of a checkpoint, by default the newest. Raises OVS601 with the names there are."""
+        names = self.checkpoint_names()
+        if name is None and names:
+            return self.checkpoints / names[-1]
+        if name not in names or name is None:
+            what = "The run has no checkpoint yet." if name is None else f"The run has no checkpoint {name!r}."
+            there = (
+                f"There are: {', '.join(names)}."
+                if names
+                else "Checkpoints come with train.save_every, at the end and at Ctrl-C."
+            )
+            raise OverspillError("OVS601", what, field=str(self.checkpoints), next_step=there)
+        return self.checkpoints / name
 
     def nbytes(self) -> int:
         """Disk space taken, hard links once."""
