@@ -21,7 +21,7 @@ def _identity(threads: int = 2) -> RunIdentity:
 
 
 def _made(path: Path) -> RunDirectory:
-    run = RunDirectory.create(path, _job())
+    run = RunDirectory(path).create(_job())
     run.write_identity(_identity())
     return run
 
@@ -48,28 +48,28 @@ def test_a_run_comes_back_as_it_was_made(tmp_path: Path) -> None:
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     _made(tmp_path / "r")
     with pytest.raises(OverspillError, match=r"OVS604.*overspill resume"):
-        RunDirectory.create(tmp_path / "r", _job())
+        RunDirectory(tmp_path / "r").create(_job())
 
 
 def test_a_run_directory_of_another_model_is_refused_with_both_names(tmp_path: Path) -> None:
     _made(tmp_path / "r")
     with pytest.raises(OverspillError, match=r"OVS602.*/other.*/m"):
-        RunDirectory.create(tmp_path / "r", _job(model="/other"))
+        RunDirectory(tmp_path / "r").create(_job(model="/other"))
 
 
 def test_a_directory_with_other_files_is_neither_used_nor_removed(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_bytes(b"x")
     with pytest.raises(OverspillError, match=r"OVS604.*cat.png"):
-        RunDirectory.create(tmp_path / "photos", _job())
+        RunDirectory(tmp_path / "photos").create(_job())
     with pytest.raises(OverspillError, match="OVS601"):
         RunDirectory(tmp_path / "photos").remove()
     assert (tmp_path / "photos" / "cat.png").exists()
 
 
 def test_what_a_failed_start_left_behind_can_be_used_again(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path / "r", _job())
-    assert RunDirectory.create(tmp_path / "r", _job(seed=5)).job().train.seed == 5
+    RunDirectory(tmp_path / "r").create(_job())
+    assert RunDirectory(tmp_path / "r").create(_job(seed=5)).job().train.seed == 5
 
 
 def test_a_finished_run_is_refused_until_more_steps_are_asked_for(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -98,22 +98,20 @@ class RunDirectory:
         self.checkpoints = self.state / "checkpoints"
         self.exports = self.path / "export"
 
-    @classmethod
-    def create(cls, path: str | Path, job: Job) -> RunDirectory:
+    def create(self, job: Job) -> Self:
         """Make the directory for a new run and put the job into it.
 
         Raises OverspillError: OVS602 or OVS604 when there is a run already, OVS402 when it cannot be made.
         """
-        run = cls(path)
-        run.refuse_if_taken(job)
+        self.refuse_if_taken(job)
         try:
-            run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            run._write(run.job_file, job_text(job))
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._write(self.job_file, job_text(job))
         except OSError as error:
             raise OverspillError(
-                "OVS402", f"Cannot make the run directory: {error.strerror}.", field=str(run.path)
+                "OVS402", f"Cannot make the run directory: {error.strerror}.", field=str(self.path)
             ) from None
-        return run
+        return self
 
     def refuse_if_taken(self, job: Job) -> None:
         """Raises OVS602 where another model's run is, OVS604 where this model's run or other files are."""

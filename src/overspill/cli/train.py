@@ -1,7 +1,188 @@
+"""``overspill train`` and ``overspill resume``: forecast, run with live progress, compare, say what comes next.
+
+This file is the course of events and what is printed; `assemble` builds the parts, train/loop.py trains.
+"""
+
 from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from overspill.cli.console import emit, notice, print_json
+from overspill.cli.crash import crashes_go_to
+
+if TYPE_CHECKING:
+    from overspill.checkpoint import RunDirectory
+    from overspill.cli.assemble import Parts
+    from overspill.forecast import Forecast
+    from overspill.job import Job
+    from overspill.observe.progress import Progress
+    from overspill.plan import Plan
+    from overspill.train.loop import LoopResult, StopFlag
+
+__all__ = ["add_to"]
+
+INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object for the forecast, each step, the end.")]
+
+
+def train(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
+    run: Annotated[Path | None, typer.Option(help="The new run directory; default: runs/<job>-NNN.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the job file.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Print the forecast, train, and compare. Ctrl-C saves a checkpoint and says how to go on."""
+    from overspill.checkpoint import RunDirectory, new_run_path
+    from overspill.cli.jobs import load_job
+
+    job = load_job(job_file, settings or [])
+    path = run if run is not None else new_run_path(job_file, parent=Path("runs"))
+    RunDirectory(path).refuse_if_taken(job)  # before the seconds that importing torch takes
+    raise typer.Exit(_run(RunDirectory(path), job, resume=False, checkpoint=None, as_json=as_json))
+
+
+def resume(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
+    checkpoint: Annotated[
+        str | None, typer.Option("--from", metavar="NAME", help="A checkpoint; default: the newest committed step.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Go on with a run that was interrupted, from its last committed step, bit for bit."""
+    from overspill.checkpoint import RunDirectory
+
+    run = RunDirectory.open(path)
+    job = run.job()
+    run.refuse_if_finished(job)
+    if checkpoint is not None:
+        run.checkpoint(checkpoint)  # a wrong name is an error before anything is loaded
+    raise typer.Exit(_run(run, job, resume=True, checkpoint=checkpoint, as_json=as_json))
+
+
+def _run(run: RunDirectory, job: Job, *, resume: bool, checkpoint: str | None, as_json: bool) -> int:
+    """The whole course of a run, new or resumed; returns the exit code."""
+    from overspill.cli.forecast import forecast_json, print_forecast, resolve
+
+    plan, forecast = resolve(job, run.state)
+    if as_json:
+        print_json({"event": "forecast", "run": str(run.path), **forecast_json(plan, forecast)})
+    else:
+        print_forecast(job, plan, forecast)
+    from overspill.cli.assemble import assemble
+
+    if not resume:
+        run.create(job)
+    with crashes_go_to(run.path), assemble(run, job, plan, resume=resume, checkpoint=checkpoint) as parts:
+        for note in parts.notes:
+            notice(note)
+        return _train(run, job, plan, forecast, parts, as_json=as_json)
+
+
+def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: Parts, *, as_json: bool) -> int:
+    from overspill.observe.metrics import MetricsWriter
+    from overspill.observe.progress import open_progress
+    from overspill.report import StepReport
+
+    steps = parts.settings.total_steps
+    view = open_progress(steps, title=f"{Path(job.model.path).name} in {run.path}", as_json=as_json)
+    begun = time.perf_counter()
+    with MetricsWriter(run.metrics_file) as metrics, _stop_on_signals(parts.stop, view):
+
+        def on_step(report: StepReport) -> None:
+            metrics.append(report)
+            parts.measured.add(report)
+            view.step(report, memory_nbytes=parts.memory.now_nbytes, budget_nbytes=plan.memory_nbytes)
+
+        try:
+            result = parts.loop(on_step).run()
+        except BaseException:
+            view.close()
+            _save_summary(run, job, parts, None, [])
+            raise
+        view.close()
+    parts.measured.finish(parts.memory.peak_nbytes, time.perf_counter() - begun)
+    comparison = parts.measured.compare(plan, forecast)
+    _save_summary(run, job, parts, result, comparison)
+    _say_end(run, parts, result, comparison, as_json=as_json)
+    return 0 if result.finished else INTERRUPTED
+
+
+def _save_summary(
+    run: RunDirectory, job: Job, parts: Parts, result: LoopResult | None, comparison: list[dict[str, str]]
+) -> None:
+    from overspill.checkpoint import RunSummary
+
+    run.write_summary(
+        RunSummary(
+            status="failed" if result is None else "finished" if result.finished else "interrupted",
+            step=parts.session.step,
+            total_steps=parts.settings.total_steps,
+            steps_asked=job.train.steps,
+            epochs_asked=job.train.epochs,
+            loss=result.loss if result else None,
+            eval_loss=result.eval_loss if result else None,
+            seconds=result.seconds if result else 0.0,
+            tokens=result.tokens if result else 0,
+            comparison=comparison,
+        )
+    )
+
+
+def _say_end(
+    run: RunDirectory, parts: Parts, result: LoopResult, comparison: list[dict[str, str]], *, as_json: bool
+) -> None:
+    from overspill.observe.compare import print_comparison
+    from overspill.units import format_seconds
+
+    if as_json:
+        row: dict[str, Any] = {"event": "end", "run": str(run.path), "finished": result.finished, "step": result.step}
+        row |= {"loss": result.loss, "eval_loss": result.eval_loss, "checkpoint": result.checkpoint}
+        print_json({**row, "tokens": result.tokens, "seconds": result.seconds, "comparison": comparison})
+        return
+    print_comparison(comparison)
+    speed = f"{result.tokens / result.seconds:.0f} tokens/s" if result.seconds else ""
+    emit()
+    if result.finished:
+        emit(f"Done: {result.step} steps, {result.tokens} tokens in {format_seconds(result.seconds)}, {speed}.")
+        emit(f"Next: overspill export {run.path}")
+        emit(f'      overspill generate {run.path} --prompt "…"')
+    else:
+        emit(f"Stopped after step {result.step} of {parts.settings.total_steps}; saved as {result.checkpoint}.")
+        emit(f"Go on with: overspill resume {run.path}")
+
+
+@contextmanager
+def _stop_on_signals(stop: StopFlag, view: Progress) -> Iterator[None]:
+    """First Ctrl-C (or SIGTERM): finish the step and save. Second: leave at once; the store is valid at any instant."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            # No clean-up: threads may be in the middle of a write, and the store is made for exactly that.
+            os.write(2, b"\nStopped at once. What was committed is safe; overspill resume goes on from there.\n")
+            os._exit(INTERRUPTED)
+        stop.request()
+        view.note("Stopping after this step and saving a checkpoint. Ctrl-C again stops at once.")
+
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
 
 def add_to(app: typer.Typer) -> None:
-    pass
+    app.command()(train)
+    app.command()(resume)
