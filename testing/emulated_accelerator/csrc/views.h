@@ -1,0 +1,25 @@
+// A device tensor as its operations see it: a CPU tensor over the same bytes. Only a worker thread may read or
+// write through it, while it holds a BlockUse for each block.
+#pragma once
+
+#include "memory.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace emulated {
+
+// Queues `task` on the current stream. While it runs, `blocks` are in use and the operation is on record.
+void launch(std::string name, Lane lane, uint64_t nbytes, std::vector<BlockPtr> blocks, std::function<void()> task);
+
+// Waits for the current stream and raises what went wrong.
+void wait_for_current_stream();
+
+// The CPU view; adds the tensor's block, if it has one, to `blocks`.
+at::Tensor device_view(const at::Tensor& tensor, std::vector<BlockPtr>& blocks);
+
+// New bytes for a storage, holding as many of the old ones as fit, copied in the order of the current stream.
+void resize_storage(const c10::Storage& storage, size_t nbytes);
+
+void install();  // allocators and hooks (device.cpp)
+
+}  // namespace emulated
