@@ -1,0 +1,53 @@
+"""Who owns a store: an advisory lock on one file, which dies with its process.
+
+The file's content (process id, host) is for people only; the lock is the kernel's. A forked child shares the
+open file and would keep the lock alive after its parent's death, so the store closes it there (see fork.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from pathlib import Path
+
+from overspill.errors import OverspillError
+from overspill.tiers.disk.fileio import FileIO, disk_error
+
+__all__ = ["OwnerLock"]
+
+
+class OwnerLock:
+    """Held from construction to ``release``. Raises OVS405 naming the owner's process, OVS402 without permission."""
+
+    def __init__(self, io: FileIO, path: Path) -> None:
+        self._io = io
+        self.path = path
+        try:
+            self.fd = io.open(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise disk_error(error, path, "take the lock of the store") from error
+        try:
+            if not io.lock(self.fd):
+                raise OverspillError(
+                    "OVS405", "Another process uses this directory.", field=str(path.parent), value=self._owner()
+                )
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        except BaseException as error:
+            io.close(self.fd)
+            if isinstance(error, OSError):
+                raise disk_error(error, path, "take the lock of the store") from error
+            raise
+
+    def _owner(self) -> str:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            facts = json.loads(os.pread(self.fd, 4096, 0))
+            return f"process {facts['pid']} on {facts['host']}"
+        return "a process that did not leave its id"
+
+    def release(self) -> None:
+        if self.fd >= 0:
+            self._io.close(self.fd)
+            self.fd = -1
