@@ -1,0 +1,160 @@
+"""From the job's data table to datasets: read, tokenise, pack, store; or find that it was done before.
+
+The token files carry a key made from the data files' contents, the tokenizer and the settings that change tokens;
+a resume with the same key reads nothing anew. Tokens pass through in pieces, so host memory stays small.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from overspill.errors import OverspillError
+from overspill.job import DataConfig
+from overspill.train.data.dataset import SequenceDataset
+from overspill.train.data.pack import Packer, Padder
+from overspill.train.data.rows import data_files, read_rows, unusable
+from overspill.train.data.store import FORMAT, DataFacts, TokenWriter, file_digest, read_facts, token_dtype
+from overspill.train.data.tokenise import Tokeniser
+
+__all__ = ["PreparedData", "prepare_data"]
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The datasets of a run. ``reused``: the token files were there already."""
+
+    train: SequenceDataset
+    evaluation: SequenceDataset | None
+    facts: DataFacts
+    reused: bool
+
+
+def prepare_data(
+    config: DataConfig, tokenizer: Any, directory: str | Path, *, max_positions: int | None = None
+) -> PreparedData:
+    """Make the token files in ``directory`` (or reuse them) and give the datasets.
+
+    Args:
+        config: paths in it are absolute, or relative to the working directory.
+        tokenizer: of transformers.
+        max_positions: the longest sequence that the model takes; None for no limit.
+
+    Raises:
+        OverspillError: OVS204 for data that cannot be used, by file and line; OVS205 when ``seq_len`` exceeds
+            ``max_positions``; OVS203 for a tokenizer that lacks an end-of-text token or a chat template; OVS401 or
+            OVS402 when the token files cannot be written.
+    """
+    if max_positions is not None and config.seq_len > max_positions:
+        raise OverspillError(
+            "OVS205",
+            "The sequences are longer than the model's positions.",
+            field="data.seq_len",
+            value=config.seq_len,
+            limit=max_positions,
+        )
+    files = data_files(config.path)
+    target = Path(directory)
+    key = _key(config, files, tokenizer)
+    facts = read_facts(target, key)
+    reused = facts is not None
+    if facts is None:
+        facts = _write(config, files, tokenizer, target, key)
+    held_out = _held_out(config, facts)
+    train = SequenceDataset(target, facts, held_out=held_out, part="train")
+    evaluation = SequenceDataset(target, facts, held_out=held_out, part="eval") if held_out else None
+    return PreparedData(train, evaluation, facts, reused)
+
+
+def _key(config: DataConfig, files: list[Path], tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    described = {
+        "format": FORMAT,
+        "files": [(file.suffix.lower(), file_digest(file)) for file in files],
+        "settings": config.model_dump(include={"format", "seq_len", "packing", "train_on_prompt"}),
+        "tokenizer": backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()),
+        "template": tokenizer.chat_template,
+        "special": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True, default=str).encode())
+
+
+def _write(config: DataConfig, files: list[Path], tokenizer: Any, target: Path, key: str) -> DataFacts:
+    tokeniser = Tokeniser(tokenizer, train_on_prompt=config.train_on_prompt, raw_pairs=config.format == "completion")
+    packer: Packer | Padder = Packer(config.seq_len) if config.packing else Padder(config.seq_len)
+    rows_by_kind: Counter[str] = Counter()
+    skipped = seen_tokens = 0
+    dtype = token_dtype(len(tokenizer))
+    with TokenWriter(target, dtype) as writer:
+        for row in read_rows(files, config.format):
+            kind = tokeniser.kind_of(row)
+            held = seen_tokens
+            for tokens, counted in tokeniser.parts(row):
+                seen_tokens += len(tokens)
+                for sequence in packer.add(tokens, counted):
+                    writer.append(sequence)
+            for sequence in packer.end_document(divisible=kind == "text"):
+                writer.append(sequence)
+            if seen_tokens == held:
+                skipped += 1
+            else:
+                rows_by_kind[kind] += 1
+        packer.finish()
+        pad_token = tokenizer.pad_token_id
+        facts = DataFacts(
+            key=key,
+            seq_len=config.seq_len,
+            packing=config.packing,
+            pad_token=tokenizer.eos_token_id if pad_token is None else pad_token,
+            token_dtype=dtype.name,
+            sequences=writer.sequences,
+            tokens=writer.tokens,
+            counted_tokens=writer.counted_tokens,
+            rows=sum(rows_by_kind.values()),
+            rows_by_kind=dict(sorted(rows_by_kind.items())),
+            skipped_rows=skipped,
+            dropped_tokens=packer.dropped_tokens,
+            unlabelled_tokens=packer.unlabelled_tokens,
+        )
+        _check(facts, files, seen_tokens)
+        writer.finish(facts)
+    return facts
+
+
+def _check(facts: DataFacts, files: list[Path], seen_tokens: int) -> None:
+    where = ", ".join(str(file) for file in files)
+    if facts.rows == 0:
+        unusable(f"The data gives no usable row ({facts.skipped_rows} without text).", where)
+    if facts.sequences == 0 and facts.packing and seen_tokens < facts.seq_len:
+        raise OverspillError(
+            "OVS204",
+            f"The data gives no complete sequence: it holds {seen_tokens} tokens, one sequence takes "
+            f"{facts.seq_len} (data.seq_len).",
+            field=where,
+            next_step=f"Lower data.seq_len to at most {seen_tokens}, or give more text.",
+        )
+    if facts.sequences == 0:
+        unusable(
+            f"No sequence of {facts.seq_len} tokens holds a token that the loss counts: all are prompts.",
+            where,
+            "Raise data.seq_len so that answers fit behind their prompts, or set data.train_on_prompt to true.",
+        )
+
+
+def _held_out(config: DataConfig, facts: DataFacts) -> int:
+    if config.eval_fraction == 0:
+        return 0
+    if facts.sequences < 2:
+        raise OverspillError(
+            "OVS204",
+            "The data gives one sequence only, so none can be held out for evaluation.",
+            field="data.eval_fraction",
+            value=config.eval_fraction,
+            next_step="Give more text, lower data.seq_len, or set data.eval_fraction to 0.",
+        )
+    return min(max(1, round(facts.sequences * config.eval_fraction)), facts.sequences - 1)

@@ -1,0 +1,168 @@
+"""Token files: what tokenising gave, kept in the run's directory, so that a resume need not do it again.
+
+    index.json     what the files hold, and the key of what they were made from; written last
+    tokens.bin     uint16, or int32 for vocabularies above 65,536; one sequence behind the other
+    counted.bin    one byte a token: whether the loss counts it
+    offsets.bin    int64, first token of each sequence and the end
+
+A directory is written beside its final name and renamed when everything is on disk; one without index.json, or
+with another key, is not believed and made anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+import xxhash
+
+from overspill.errors import OverspillError
+from overspill.train.data.pack import Sequence
+
+__all__ = ["DataFacts", "TokenWriter", "file_digest", "read_facts", "token_dtype"]
+
+FORMAT: Final = 1
+_INDEX: Final = "index.json"
+_BLOCK_NBYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What was made of the files, and what was left out.
+
+    dropped_tokens: of the last, incomplete sequence (packing), or cut off from documents that are too long.
+    unlabelled_tokens: of sequences in which the loss would count nothing.
+    skipped_rows: rows without text or without an answer.
+    """
+
+    key: str
+    seq_len: int
+    packing: bool
+    pad_token: int
+    token_dtype: str
+    sequences: int
+    tokens: int
+    counted_tokens: int
+    rows: int
+    rows_by_kind: dict[str, int]
+    skipped_rows: int
+    dropped_tokens: int
+    unlabelled_tokens: int
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+
+
+def file_digest(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_NBYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_facts(directory: Path, key: str) -> DataFacts | None:
+    """The facts of a finished directory with this key; None where there is none, or one of another origin."""
+    try:
+        index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
+        if index.pop("format") != FORMAT or index["key"] != key:
+            return None
+        facts = DataFacts(**index)
+        item_nbytes = np.dtype(facts.token_dtype).itemsize
+        expected = {
+            "tokens.bin": facts.tokens * item_nbytes,
+            "counted.bin": facts.tokens,
+            "offsets.bin": (facts.sequences + 1) * 8,
+        }
+        whole = all((directory / name).stat().st_size == nbytes for name, nbytes in expected.items())
+        return facts if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class TokenWriter:
+    """Appends sequences to the files of a directory in the making; `finish` gives it its name."""
+
+    def __init__(self, directory: Path, dtype: np.dtype[Any]) -> None:
+        self._final = directory
+        self._partial = directory.parent / f".{directory.name}.partial"
+        self._dtype = dtype
+        self._files: list[IO[bytes]] = []
+        self.sequences = 0
+        self.tokens = 0
+        self.counted_tokens = 0
+
+    def __enter__(self) -> TokenWriter:
+        with _disk_errors(self._final):
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+            self._files = [
+                (self._partial / name).open("wb", buffering=_BLOCK_NBYTES)
+                for name in ("tokens.bin", "counted.bin", "offsets.bin")
+            ]
+            self._files[2].write(np.int64(0).tobytes())
+        return self
+
+    def append(self, sequence: Sequence) -> None:
+        tokens, counted = sequence
+        self.sequences += 1
+        self.tokens += len(tokens)
+        self.counted_tokens += int(counted[1:].sum())
+        with _disk_errors(self._final):
+            self._files[0].write(tokens.astype(self._dtype).tobytes())
+            self._files[1].write(counted.astype(np.uint8).tobytes())
+            self._files[2].write(np.int64(self.tokens).tobytes())
+
+    def finish(self, facts: DataFacts) -> None:
+        with _disk_errors(self._final):
+            for file in self._files:
+                file.flush()
+                os.fsync(file.fileno())
+            with (self._partial / _INDEX).open("wb") as index:
+                index.write((json.dumps({"format": FORMAT, **asdict(facts)}, indent=1) + "\n").encode())
+                index.flush()
+                os.fsync(index.fileno())
+            _sync_directory(self._partial)
+            if self._final.exists():
+                shutil.rmtree(self._final)
+            self._partial.rename(self._final)
+            _sync_directory(self._final.parent)
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        for file in self._files:
+            try:
+                file.close()
+            except OSError:  # a full disk; append or finish has said so already
+                continue
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _disk_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        code = {errno.ENOSPC: "OVS401", errno.EDQUOT: "OVS401", errno.EIO: "OVS403"}.get(error.errno or 0, "OVS402")
+        raise OverspillError(
+            code,
+            f"The token files cannot be written: {error.strerror or error}.",
+            field=str(directory),
+            next_step="Free space, or put the run directory on another disk." if code == "OVS401" else None,
+        ) from None
