@@ -1,12 +1,14 @@
-"""StepReport: what one optimizer step did, as it is written to ``RUN/metrics.jsonl``, one row a step."""
+"""What a run reports: StepReport, one row a step of ``RUN/metrics.jsonl``, and Compared, forecast beside measurement."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field
 
 from overspill.schema import Frozen
 
-__all__ = ["StepReport"]
+__all__ = ["Compared", "StepReport"]
 
 
 class StepReport(Frozen):
@@ -30,3 +32,19 @@ class StepReport(Frozen):
     skipped: bool = Field(default=False, description="The update was skipped since the gradient was not finite.")
     committed_step: int | None = Field(default=None, description="Newest step that a crash cannot lose.")
     eval_loss: float | None = Field(default=None, description="Mean loss on the held-out sequences, where due.")
+
+
+class Compared(Frozen):
+    """One figure of the forecast beside what was measured; ``null`` where there is none."""
+
+    what: str
+    unit: Literal["bytes", "seconds"]
+    forecast: float | None = None
+    measured: float | None = None
+
+    @property
+    def difference(self) -> float | None:
+        """Measured against forecast, as a share: 0.05 is 5 % more than forecast."""
+        if not self.forecast or self.measured is None:
+            return None
+        return self.measured / self.forecast - 1

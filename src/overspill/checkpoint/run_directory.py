@@ -24,6 +24,7 @@ from pydantic import Field
 from overspill import __version__
 from overspill.errors import OverspillError
 from overspill.job import Job, read_job
+from overspill.report import Compared
 from overspill.schema import Frozen
 
 __all__ = ["RunDirectory", "RunIdentity", "RunSummary", "find_runs", "new_run_path"]
@@ -82,7 +83,7 @@ class RunSummary(Frozen):
     eval_loss: float | None = None
     seconds: float = 0.0
     tokens: int = 0
-    comparison: list[dict[str, str]] = Field(default_factory=list)
+    comparison: tuple[Compared, ...] = ()
 
 
 class RunDirectory:

@@ -83,10 +83,11 @@ def show(path: _Run, as_json: _Json = False) -> None:
             ("on disk", format_nbytes(facts["nbytes"])),
         ],
     )
-    if facts["comparison"]:
-        from overspill.observe.compare import print_comparison
+    summary = run.summary()
+    if summary is not None and summary.comparison:
+        from overspill.observe.compare import comparison_table
 
-        print_comparison(facts["comparison"])
+        print_table(*comparison_table(summary.comparison), title="\nForecast and measurement")
 
 
 @app.command("rm")
@@ -134,7 +135,7 @@ def _facts(run: RunDirectory) -> dict[str, Any]:
         "eval_loss": summary.eval_loss if summary else None,
         "checkpoints": run.checkpoint_names(),
         "nbytes": run.nbytes(),
-        "comparison": summary.comparison if summary else [],
+        "comparison": [row.model_dump() for row in summary.comparison] if summary else [],
     }
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.console import emit, notice, print_json
+from overspill.cli.console import emit, notice, print_json, print_table
 from overspill.cli.crash import crashes_go_to
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from overspill.job import Job
     from overspill.observe.progress import Progress
     from overspill.plan import Plan
+    from overspill.report import Compared
     from overspill.train.loop import LoopResult, StopFlag
 
 __all__ = ["add_to"]
@@ -97,7 +97,6 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
 
     steps = parts.settings.total_steps
     view = open_progress(steps, title=f"{Path(job.model.path).name} in {run.path}", as_json=as_json)
-    begun = time.perf_counter()
     with MetricsWriter(run.metrics_file) as metrics, _stop_on_signals(parts.stop, view):
 
         def on_step(report: StepReport) -> None:
@@ -112,7 +111,7 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
             _save_summary(run, job, parts, None, [])
             raise
         view.close()
-    parts.measured.finish(parts.memory.peak_nbytes, time.perf_counter() - begun)
+    parts.measured.finish(parts.memory.peak_nbytes)
     comparison = parts.measured.compare(plan, forecast)
     _save_summary(run, job, parts, result, comparison)
     _say_end(run, parts, result, comparison, as_json=as_json)
@@ -120,7 +119,7 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
 
 
 def _save_summary(
-    run: RunDirectory, job: Job, parts: Parts, result: LoopResult | None, comparison: list[dict[str, str]]
+    run: RunDirectory, job: Job, parts: Parts, result: LoopResult | None, comparison: list[Compared]
 ) -> None:
     from overspill.checkpoint import RunSummary
 
@@ -135,23 +134,22 @@ def _save_summary(
             eval_loss=result.eval_loss if result else None,
             seconds=result.seconds if result else 0.0,
             tokens=result.tokens if result else 0,
-            comparison=comparison,
+            comparison=tuple(comparison),
         )
     )
 
 
-def _say_end(
-    run: RunDirectory, parts: Parts, result: LoopResult, comparison: list[dict[str, str]], *, as_json: bool
-) -> None:
-    from overspill.observe.compare import print_comparison
+def _say_end(run: RunDirectory, parts: Parts, result: LoopResult, comparison: list[Compared], *, as_json: bool) -> None:
+    from overspill.observe.compare import comparison_table
     from overspill.units import format_seconds
 
     if as_json:
-        row: dict[str, Any] = {"event": "end", "run": str(run.path), "finished": result.finished, "step": result.step}
-        row |= {"loss": result.loss, "eval_loss": result.eval_loss, "checkpoint": result.checkpoint}
-        print_json({**row, "tokens": result.tokens, "seconds": result.seconds, "comparison": comparison})
+        end: dict[str, Any] = {"event": "end", "run": str(run.path), "finished": result.finished, "step": result.step}
+        end |= {"loss": result.loss, "eval_loss": result.eval_loss, "checkpoint": result.checkpoint}
+        rows = [row.model_dump() for row in comparison]
+        print_json({**end, "tokens": result.tokens, "seconds": result.seconds, "comparison": rows})
         return
-    print_comparison(comparison)
+    print_table(*comparison_table(comparison), title="\nForecast and measurement")
     speed = f"{result.tokens / result.seconds:.0f} tokens/s" if result.seconds else ""
     emit()
     if result.finished:

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from overspill.report import StepReport
+from overspill.train.data.dataset import IGNORED
 
 if TYPE_CHECKING:
     from overspill.train.session import Session
 
-__all__ = ["IGNORED", "Batch", "LoopResult", "LoopSettings", "StopFlag", "TrainingLoop", "checkpoint_name", "seed_all"]
+__all__ = ["Batch", "LoopResult", "LoopSettings", "StopFlag", "TrainingLoop", "checkpoint_name", "seed_all"]
 
 Batch = Mapping[str, torch.Tensor]
-IGNORED = -100  # the label that cross-entropy skips, in torch and transformers alike
 
 
 def seed_all(seed: int) -> None:

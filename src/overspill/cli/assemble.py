@@ -1,0 +1,223 @@
+"""Builds the parts of a run: model, data, session, schedule, loop. It prints nothing and takes no decision.
+
+Order: what is cheap and can be wrong comes first (tokenizer, data), then the empty model, then attach(), which gives
+parameters their place within the budget, and only then the weights, straight from their files into that place.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overspill.checkpoint import RunDirectory, RunIdentity
+from overspill.cli.loading import import_training
+from overspill.errors import OverspillError
+from overspill.job import Job
+from overspill.observe.compare import Measured
+from overspill.observe.memory import MemorySampler, anonymous_nbytes
+from overspill.observe.metrics import truncate_metrics
+from overspill.plan import Plan
+from overspill.report import StepReport
+
+import_training("train")
+
+import torch  # noqa: E402 - after the check that gives a clear error when it is missing
+import xxhash  # noqa: E402
+
+from overspill import _native  # noqa: E402
+from overspill.interop.hf import build_empty, load_config, load_tokenizer, max_positions  # noqa: E402
+from overspill.interop.weights import initialise_weights, load_weights  # noqa: E402
+from overspill.train import Session, attach  # noqa: E402
+from overspill.train.data import BatchSource, PreparedData, eval_batches, prepare_data, steps_in  # noqa: E402
+from overspill.train.loop import LoopSettings, StopFlag, TrainingLoop, seed_all  # noqa: E402
+from overspill.train.lr import lr_scheduler  # noqa: E402
+
+__all__ = ["Parts", "assemble", "compute_threads"]
+
+
+@dataclass(eq=False)
+class Parts:
+    """What a run is made of. ``notes``: what the user should know, one sentence each."""
+
+    session: Session
+    model: Any
+    source: BatchSource
+    data: PreparedData
+    settings: LoopSettings
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    micro_batch: int
+    memory: MemorySampler
+    measured: Measured
+    stop: StopFlag = field(default_factory=StopFlag)
+    notes: list[str] = field(default_factory=list)
+
+    def loop(self, on_step: Callable[[StepReport], None]) -> TrainingLoop:
+        evaluation = self.data.evaluation
+        return TrainingLoop(
+            self.session,
+            self.model,
+            self.source,
+            settings=self.settings,
+            scheduler=self.scheduler,
+            eval_batches=eval_batches(evaluation, self.micro_batch) if evaluation is not None else None,
+            on_step=on_step,
+            extra=lambda: {"epoch": self.source.epoch},
+            stop=self.stop,
+        )
+
+
+def compute_threads(job: Job) -> int:
+    """Threads that torch computes with: as the job says, else one per physical core that this process may use."""
+    import psutil
+
+    if job.train.threads is not None:
+        return job.train.threads
+    allowed = len(os.sched_getaffinity(0))
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+
+
+@contextmanager
+def assemble(
+    run: RunDirectory, job: Job, plan: Plan, *, resume: bool = False, checkpoint: str | None = None
+) -> Iterator[Parts]:
+    """The parts of a new or resumed run; on leaving, workers, session and store are closed.
+
+    Raises OverspillError: OVS2xx for model and data, OVS3xx and OVS4xx from attach(), OVS602 when the run belongs to
+    another model or data.
+    """
+    torch.set_num_threads(compute_threads(job))
+    tokenizer = load_tokenizer(job.model.tokenizer or job.model.path)
+    config = load_config(job.model.path)
+    base_nbytes = anonymous_nbytes()  # interpreter and libraries: what the budget does not have to hold
+    data = prepare_data(job.data, tokenizer, run.path / "data", max_positions=max_positions(config))
+    del tokenizer
+    seed_all(job.train.seed)
+    model = build_empty(config, job.model.dtype, gradient_checkpointing=job.model.gradient_checkpointing)
+    freeze(model, job.model.freeze)
+    identity = _identity(job, model)
+    if resume and (there := run.identity()).model_digest != identity.model_digest:
+        raise OverspillError(
+            "OVS602",
+            "The run was made with another model: names, shapes or dtypes of its parameters differ.",
+            field=job.model.path,
+            value=identity.model_digest,
+            limit=there.model_digest,
+        )
+    with ExitStack() as closing:
+        memory = MemorySampler(base_nbytes)
+        memory.start()
+        closing.callback(memory.close)
+        session = attach(model, optimizer=job.optimizer, plan=plan, directory=run.state, resume=resume)
+        closing.callback(session.close)
+        if session.restored is None:
+            fill(model, job)
+            # Only now: what building and filling drew from the generators must not decide what training draws.
+            seed_all(job.train.seed)
+        source = BatchSource(
+            data.train,
+            micro_batch=job.train.micro_batch,
+            seed=job.train.seed,
+            shuffle=job.data.shuffle,
+            num_workers=job.data.num_workers,
+        )
+        closing.callback(source.close)
+        settings = loop_settings(job, data)
+        scheduler = lr_scheduler(session.optimizer, job.schedule, total_steps=settings.total_steps)
+        session.track(scheduler=scheduler, data=source)
+        if settings.save_every:
+            session.expect_checkpoint(settings.save_every)
+        notes = [*session.notes]
+        if not resume:
+            run.write_identity(identity)
+        else:
+            notes += _resume_notes(run, session)
+        yield Parts(
+            session=session,
+            model=model,
+            source=source,
+            data=data,
+            settings=settings,
+            scheduler=scheduler,
+            micro_batch=job.train.micro_batch,
+            memory=memory,
+            measured=Measured(base_nbytes=base_nbytes),
+            notes=notes,
+        )
+
+
+def _resume_notes(run: RunDirectory, session: Session) -> list[str]:
+    """Cut the metrics back to where the session is, and say what that means."""
+    dropped, damaged = truncate_metrics(run.metrics_file, session.step)
+    restored = session.restored
+    if restored is None:
+        return ["No step of this run was committed yet; it starts from the beginning."]
+    again = f" {dropped} steps after it were not committed and are done again." if dropped else ""
+    notes = [f"Going on from step {restored.step}.{again}"]
+    if damaged:
+        notes.append(f"{damaged} damaged rows were dropped from the metrics; the state is checked on its own.")
+    if restored.differs:
+        notes.append("Bits may differ from an undisturbed run: " + "; ".join(restored.differs) + ".")
+    return notes
+
+
+def loop_settings(job: Job, data: PreparedData) -> LoopSettings:
+    train = job.train
+    steps = train.steps
+    if steps is None:
+        assert train.epochs is not None
+        steps = steps_in(
+            data.train, epochs=train.epochs, micro_batch=train.micro_batch, accumulation=train.accumulation
+        )
+    return LoopSettings(
+        total_steps=steps,
+        accumulation=train.accumulation,
+        eval_every=train.eval_every,
+        save_every=train.save_every,
+    )
+
+
+def freeze(model: Any, patterns: tuple[str, ...]) -> None:
+    """Turn off training of the parameters that match. Raises OverspillError OVS101 for a pattern that matches none."""
+    for pattern in patterns:
+        hits = [parameter for name, parameter in model.named_parameters() if fnmatch.fnmatch(name, pattern)]
+        if not hits:
+            raise OverspillError(
+                "OVS101",
+                "The pattern matches no parameter.",
+                field="model.freeze",
+                value=pattern,
+                next_step=f"Names look like {next(iter(dict(model.named_parameters())))!r}; * stands for any text.",
+            )
+        for parameter in hits:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise OverspillError("OVS101", "No parameter is left to train.", field="model.freeze", next_step="Freeze less.")
+
+
+def fill(model: Any, job: Job) -> None:
+    """Put weights into the parameters' places: from files, or random ones by the job's seed."""
+    if job.model.init == "random":
+        initialise_weights(model, seed=job.train.seed)
+    else:
+        load_weights(model, job.model.path)
+
+
+def _identity(job: Job, model: Any) -> RunIdentity:
+    digest = xxhash.xxh3_64()
+    numel = 0
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+        numel += parameter.numel()
+    return RunIdentity.fresh(
+        model=str(Path(job.model.path)) if Path(job.model.path).is_dir() else job.model.path,
+        model_digest=digest.hexdigest(),
+        numel=numel,
+        torch=str(torch.__version__),
+        simd=_native.simd_level(),
+        threads=torch.get_num_threads(),
+    )
