@@ -184,6 +184,7 @@ def _write_shard(file: Path, members: list[ExportTensor]) -> Iterator[int]:
         synced = 0
         for tensor in members:
             memory = _memory(tensor)
+            piece = memory
             for begin in range(0, len(memory), _SYNC_EVERY_NBYTES):
                 piece = memory[begin : begin + _SYNC_EVERY_NBYTES]
                 at += _write_all(descriptor, piece)
@@ -192,7 +193,7 @@ def _write_shard(file: Path, members: list[ExportTensor]) -> Iterator[int]:
                     os.posix_fadvise(descriptor, synced, at - synced, os.POSIX_FADV_DONTNEED)
                     synced = at
                 yield len(piece)
-            del memory
+            del memory, piece  # or the next tensor is read while this one is still held
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -75,7 +75,7 @@ def generate_text(
 
 def _prompt_tokens(tokenizer: Any, prompt: str, chat: bool, source: Path) -> list[int]:
     if not chat:
-        tokens = list(tokenizer(prompt).input_ids)
+        tokens = list(tokenizer(prompt, verbose=False).input_ids)
         if tokens:
             return tokens
         raise OverspillError("OVS204", "The prompt is empty.", field="prompt", next_step="Give at least one character.")
@@ -89,7 +89,7 @@ def _prompt_tokens(tokenizer: Any, prompt: str, chat: bool, source: Path) -> lis
     rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
     )
-    return list(tokenizer(rendered, add_special_tokens=False).input_ids)
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False).input_ids)
 
 
 def _ends(model: Any, tokenizer: Any) -> list[int] | None:

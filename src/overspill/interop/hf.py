@@ -21,10 +21,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from overspill.errors import OverspillError
-from overspill.interop.weights import LoadReport, initialise_weights, load_weights
+from overspill.interop.weights import LoadReport, allocate_parameters, initialise_weights, load_weights
 
 __all__ = [
     "LoadReport",
+    "allocate_parameters",
     "build_empty",
     "initialise_weights",
     "load_config",
@@ -56,7 +57,7 @@ def model_directory(path: str | Path) -> Path:
     """
     text = str(path)
     directory = Path(text).expanduser()
-    if directory.is_dir():
+    if text and directory.is_dir():
         return directory
     if isinstance(path, Path) or directory.exists() or not _HUB_ID.match(text):
         raise OverspillError("OVS201", f"There is no model directory {text!r}.", field="model.path", value=text)
@@ -161,7 +162,10 @@ def build_empty(path_or_config: Any, dtype: str | torch.dtype = "bf16", *, gradi
     model.config.use_cache = False
     if gradient_checkpointing:
         try:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if hasattr(model, "activation_checkpointing_enable"):
+                model.activation_checkpointing_enable({"use_reentrant": False})
+            else:  # the name that older releases of transformers have for it
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         except ValueError:
             raise OverspillError(
                 "OVS504",

@@ -21,7 +21,14 @@ from torch import nn
 from overspill.errors import OverspillError
 from overspill.interop.safetensors_file import PIECE_NBYTES, TensorEntry, read_entries, read_pieces
 
-__all__ = ["TORCH_DTYPES", "LoadReport", "checkpoint_entries", "initialise_weights", "load_weights"]
+__all__ = [
+    "TORCH_DTYPES",
+    "LoadReport",
+    "allocate_parameters",
+    "checkpoint_entries",
+    "initialise_weights",
+    "load_weights",
+]
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "BOOL": torch.bool,
@@ -161,7 +168,7 @@ def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
             "OVS504",
             "The model's parameters have no memory yet.",
             field=on_meta,
-            next_step="Attach the model first (or `model.to_empty(device='cpu')`), then load its weights.",
+            next_step="Attach the model first (or call `allocate_parameters(model)`), then load its weights.",
         )
     return targets
 
@@ -329,6 +336,21 @@ def _check_equal(entry: TensorEntry, target: torch.Tensor, first: str) -> None:
                 field=str(entry.file),
                 next_step='Set "tie_word_embeddings": false in config.json.',
             )
+
+
+def allocate_parameters(model: nn.Module) -> None:
+    """Give each parameter on meta ordinary CPU memory, uninitialised; tied ones stay one, buffers stay as they are.
+
+    For a model that no session holds. (``Module.to_empty`` would throw the buffers' values away.)
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    memory = torch.empty_like(parameter, device="cpu")
+                    made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
 
 
 def initialise_weights(model: Any, seed: int) -> None:
