@@ -67,9 +67,18 @@ def test_a_directory_with_other_files_is_neither_used_nor_removed(tmp_path: Path
     assert (tmp_path / "photos" / "cat.png").exists()
 
 
-def test_what_a_failed_start_left_behind_can_be_used_again(tmp_path: Path) -> None:
-    RunDirectory(tmp_path / "r").create(_job())
-    assert RunDirectory(tmp_path / "r").create(_job(seed=5)).job().train.seed == 5
+@pytest.mark.parametrize("directory_was_there", [True, False])
+def test_a_start_that_fails_takes_back_all_it_made_and_nothing_else(tmp_path: Path, directory_was_there: bool) -> None:
+    path = tmp_path / "r"
+    if directory_was_there:
+        path.mkdir()
+    run = RunDirectory(path).create(_job())
+    (run.path / "data").mkdir()
+    (run.path / "data" / "tokens.bin").write_bytes(b"x")
+    run.write_identity(_identity())
+    run.undo_creation()
+    assert path.exists() == directory_was_there
+    assert RunDirectory(path).create(_job(seed=5)).job().train.seed == 5
 
 
 def test_a_finished_run_is_refused_until_more_steps_are_asked_for(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ class RunDirectory:
         self.state = self.path / "state"
         self.checkpoints = self.state / "checkpoints"
         self.exports = self.path / "export"
+        self._made = False
 
     def create(self, job: Job) -> Self:
         """Make the directory for a new run and put the job into it.
@@ -105,6 +106,7 @@ class RunDirectory:
         Raises OverspillError: OVS602 or OVS604 when there is a run already, OVS402 when it cannot be made.
         """
         self.refuse_if_taken(job)
+        self._made = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._write(self.job_file, job_text(job))
@@ -137,9 +139,7 @@ class RunDirectory:
                 field=str(self.path),
                 next_step=f"`overspill resume {self.path}` goes on with it; or choose another --run.",
             )
-        # What an attempt that failed before its first step left behind may be used again; anything else is not ours.
-        ours = {self.job_file.name, self.metrics_file.name, self.state.name, "crash.txt"}
-        strangers = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
+        strangers = sorted(entry.name for entry in self.path.iterdir())
         if strangers:
             raise OverspillError(
                 "OVS604",
@@ -223,9 +223,43 @@ class RunDirectory:
         return sum(seen.values())
 
     def remove(self) -> None:
-        """Delete the run with all its checkpoints. The caller has made sure that nobody uses it."""
+        """Delete the run with all its checkpoints, and its state on other disks.
+
+        Raises OverspillError: OVS601 when this is no run, OVS405 when a process trains in it.
+        """
         RunDirectory.open(self.path)  # never delete what is no run
+        from overspill.tiers.disk import FileIO
+        from overspill.tiers.disk.lock import OwnerLock
+        from overspill.tiers.disk.opening import LOCK
+
+        if self.state.is_dir():
+            OwnerLock(FileIO(), self.state / LOCK).release()
+        for root in self._distant_roots():
+            shutil.rmtree(root, ignore_errors=True)
         shutil.rmtree(self.path)
+
+    def undo_creation(self) -> None:
+        """Take back a `create` whose run never began: what was made since, and the directory if it is then empty."""
+        for root in self._distant_roots():
+            shutil.rmtree(root, ignore_errors=True)
+        for entry in self.path.iterdir():  # the directory was empty or missing before create(): all of it is ours
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        if self._made:
+            self.path.rmdir()
+
+    def _distant_roots(self) -> list[Path]:
+        """Directories outside of the run (plan.directories) that the store made for itself."""
+        from overspill.tiers.disk import StoreReader
+
+        try:
+            with StoreReader(self.state) as reader:
+                named = [Path(directory) for directory in reader.manifest.directories]
+        except OverspillError:
+            return []
+        return [path for path in named if path.is_absolute() and path.name.startswith("overspill-")]
 
     def _read_json(self, file: Path) -> dict[str, object]:
         try:

@@ -30,8 +30,15 @@ import torch  # noqa: E402 - after the check that gives a clear error when it is
 import xxhash  # noqa: E402
 
 from overspill import _native  # noqa: E402
-from overspill.interop.hf import build_empty, load_config, load_tokenizer, max_positions  # noqa: E402
-from overspill.interop.weights import initialise_weights, load_weights  # noqa: E402
+from overspill.interop.hf import (  # noqa: E402
+    build_empty,
+    load_config,
+    load_tokenizer,
+    max_positions,
+    model_directory,
+)
+from overspill.interop.weights import checkpoint_entries, initialise_weights, load_weights  # noqa: E402
+from overspill.tiers.disk import DiskStore  # noqa: E402
 from overspill.train import Session, attach  # noqa: E402
 from overspill.train.data import BatchSource, PreparedData, eval_batches, prepare_data, steps_in  # noqa: E402
 from overspill.train.loop import LoopSettings, StopFlag, TrainingLoop, seed_all  # noqa: E402
@@ -88,9 +95,24 @@ def assemble(
     """The parts of a new or resumed run; on leaving, workers, session and store are closed.
 
     Raises OverspillError: OVS2xx for model and data, OVS3xx and OVS4xx from attach(), OVS602 when the run belongs to
-    another model or data.
+    another model or data. A new run that fails before its parts are complete leaves nothing behind.
     """
+    built = False
+    try:
+        with _built(run, job, plan, resume=resume, checkpoint=checkpoint) as parts:
+            built = True
+            yield parts
+    except BaseException:
+        if not resume and not built:
+            run.undo_creation()
+        raise
+
+
+@contextmanager
+def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint: str | None) -> Iterator[Parts]:
     torch.set_num_threads(compute_threads(job))
+    if job.model.init == "pretrained":
+        checkpoint_entries(model_directory(job.model.path))  # a missing or damaged file is known in milliseconds
     tokenizer = load_tokenizer(job.model.tokenizer or job.model.path)
     config = load_config(job.model.path)
     base_nbytes = anonymous_nbytes()  # interpreter and libraries: what the budget does not have to hold
@@ -108,6 +130,8 @@ def assemble(
             value=identity.model_digest,
             limit=there.model_digest,
         )
+    if checkpoint is not None:
+        DiskStore.open(run.state, from_pin=checkpoint).close()
     with ExitStack() as closing:
         memory = MemorySampler(base_nbytes)
         memory.start()

@@ -27,6 +27,8 @@ def import_training(command: str) -> None:
                 f"`overspill {command}` needs {module}, which is not installed.",
                 next_step=f"`pip install 'overspill[{extra}]'`.",
             ) from None
+    logging = importlib.import_module("transformers.utils.logging")
+    logging.disable_progress_bar()
     try:
         importlib.import_module("overspill._native")
     except ModuleNotFoundError as error:

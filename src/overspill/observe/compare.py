@@ -76,5 +76,7 @@ def comparison_table(rows: Sequence[Compared]) -> tuple[tuple[str, ...], list[tu
     def difference(row: Compared) -> str:
         return "" if row.difference is None else f"{row.difference:+.1%}"
 
-    cells = [(row.what, text(row, row.forecast), text(row, row.measured), difference(row)) for row in rows]
+    cells: list[tuple[str, ...]] = [
+        (row.what, text(row, row.forecast), text(row, row.measured), difference(row)) for row in rows
+    ]
     return ("", "forecast", "measured", "difference"), cells
