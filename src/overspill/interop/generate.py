@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from overspill.errors import OverspillError
-from overspill.interop.hf import load_config, load_tokenizer, max_positions, model_directory
-from overspill.interop.weights import checkpoint_entries
+from overspill.interop.hf import (
+    allocate_parameters,
+    build_empty,
+    load_config,
+    load_tokenizer,
+    load_weights,
+    max_positions,
+    model_directory,
+)
 
 __all__ = ["generate_text"]
 
@@ -35,11 +42,9 @@ def generate_text(
             fills the model's positions; those of loading.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     source = model_directory(directory)
     config = load_config(source)
-    checkpoint_entries(source)  # a missing or damaged file is named here, not in a traceback
     tokenizer = load_tokenizer(source)
     tokens = _prompt_tokens(tokenizer, prompt, chat, source)
     limit = max_positions(config)
@@ -53,7 +58,7 @@ def generate_text(
             next_step="Give a shorter prompt.",
         )
     room = max_new_tokens if limit is None else min(max_new_tokens, limit - len(tokens))
-    model = AutoModelForCausalLM.from_pretrained(str(source), local_files_only=True, trust_remote_code=False).eval()
+    model = _model(source, config)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature}
@@ -71,6 +76,19 @@ def generate_text(
         )
     text: str = tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
     return text
+
+
+def _model(source: Path, config: Any) -> Any:
+    import torch
+    from transformers import GenerationConfig
+
+    model = build_empty(config, config.dtype or torch.float32)
+    allocate_parameters(model)
+    load_weights(model, source)
+    model.config.use_cache = True
+    if (source / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(source), local_files_only=True)
+    return model.eval()
 
 
 def _prompt_tokens(tokenizer: Any, prompt: str, chat: bool, source: Path) -> list[int]:
