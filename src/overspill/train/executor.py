@@ -20,11 +20,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Generic, TypeVar
 
 from overspill.errors import OverspillError
 from overspill.schedule import Key, Kind, Lane, Op, StepSchedule
 
 __all__ = ["Executor", "ExecutorState", "SubmittedStep"]
+
+
+W = TypeVar("W")
 
 
 class ExecutorState(Enum):
@@ -34,29 +38,30 @@ class ExecutorState(Enum):
 
 
 @dataclass(eq=False)
-class _Task:
+class _Task(Generic[W]):
     """An operation of one submitted step. ``done`` is set after it ran, or when the executor failed or closed."""
 
     op: Op
-    step: SubmittedStep
-    after: list[_Task] = field(default_factory=list)
+    step: SubmittedStep[W]
+    after: list[_Task[W]] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class SubmittedStep:
-    """One step's operations on their way through the lanes."""
+class SubmittedStep(Generic[W]):
+    """One step's operations on their way through the lanes, and ``work``: what ``run`` needs to know of the step."""
 
-    def __init__(self, number: int, schedule: StepSchedule) -> None:
+    def __init__(self, number: int, schedule: StepSchedule, work: W) -> None:
         self.number = number
         self.schedule = schedule
-        self.tasks: dict[Key, _Task] = {}
+        self.work = work
+        self.tasks: dict[Key, _Task[W]] = {}
 
     def is_done(self, key: Key) -> bool:
         task = self.tasks.get(key)
         return task is None or task.done.is_set()
 
 
-class Executor:
+class Executor(Generic[W]):
     """Runs submitted steps.
 
     Args:
@@ -67,7 +72,7 @@ class Executor:
 
     def __init__(
         self,
-        run: Callable[[SubmittedStep, Op], None],
+        run: Callable[[SubmittedStep[W], Op], None],
         *,
         threads: Mapping[Lane, int],
         wait_limit_seconds: float = 600.0,
@@ -77,9 +82,9 @@ class Executor:
         self._lock = threading.Lock()
         self._state = ExecutorState.RUNNING
         self._cause: BaseException | None = None
-        self._last: SubmittedStep | None = None
-        self._open: list[SubmittedStep] = []
-        self._queues: dict[Lane, queue.SimpleQueue[_Task | None]] = {}
+        self._last: SubmittedStep[W] | None = None
+        self._open: list[SubmittedStep[W]] = []
+        self._queues: dict[Lane, queue.SimpleQueue[_Task[W] | None]] = {}
         self._threads: list[threading.Thread] = []
         self.stall_seconds: dict[str, float] = {}
         for lane, count in threads.items():
@@ -93,10 +98,10 @@ class Executor:
 
     # -- submitting ----------------------------------------------------------------------------------------
 
-    def submit(self, number: int, schedule: StepSchedule) -> SubmittedStep:
+    def submit(self, number: int, schedule: StepSchedule, work: W) -> SubmittedStep[W]:
         """Hand over a step. Its reads start as soon as buffers are free; updates wait for its NORM."""
         self.raise_if_failed()
-        step = SubmittedStep(number, schedule)
+        step = SubmittedStep(number, schedule, work)
         for op in schedule.ops:
             step.tasks[op.key] = _Task(op, step)
         previous = self._last
@@ -115,17 +120,17 @@ class Executor:
 
     # -- the compute lane --------------------------------------------------------------------------------------
 
-    def reach(self, step: SubmittedStep, key: Key, *, cause: str) -> None:
+    def reach(self, step: SubmittedStep[W], key: Key, *, cause: str) -> None:
         """Wait for what ``key`` of the compute lane comes after, then mark it done."""
         task = step.tasks[key]
         self._wait([t for t in task.after if t.op.lane is not Lane.COMPUTE], cause)
         task.done.set()
 
-    def wait(self, step: SubmittedStep, keys: Iterable[Key], *, cause: str) -> None:
+    def wait(self, step: SubmittedStep[W], keys: Iterable[Key], *, cause: str) -> None:
         """Wait for operations of ``step``; keys that it does not have are done."""
         self._wait([step.tasks[key] for key in keys if key in step.tasks], cause)
 
-    def wait_all(self, step: SubmittedStep, *kinds: Kind, cause: str) -> None:
+    def wait_all(self, step: SubmittedStep[W], *kinds: Kind, cause: str) -> None:
         self._wait([task for task in step.tasks.values() if task.op.key.kind in kinds], cause)
 
     # -- state ------------------------------------------------------------------------------------------------
@@ -191,7 +196,7 @@ class Executor:
                 task.after = []  # a chain of steps must not keep every step before it alive
                 task.done.set()
 
-    def _wait(self, tasks: list[_Task], cause: str) -> None:
+    def _wait(self, tasks: list[_Task[W]], cause: str) -> None:
         open_tasks = [task for task in tasks if not task.done.is_set()]
         if open_tasks:
             start = time.perf_counter()
@@ -203,7 +208,7 @@ class Executor:
         if self._state is not ExecutorState.RUNNING:
             self.raise_if_failed()
 
-    def _too_long(self, who: str, waited_for: list[_Task]) -> OverspillError:
+    def _too_long(self, who: str, waited_for: list[_Task[W]]) -> OverspillError:
         undone = [f"{task.op.key} of step {task.step.number}" for task in waited_for if not task.done.is_set()]
         with self._lock:
             running = [

@@ -1,0 +1,307 @@
+"""attach(): from a model, an optimizer and a plan to a session, all checks first.
+
+Order matters: what can be known to be wrong (an unsupported optimizer, a budget that is too small, a full disk, a
+store of another model) is an error here, before a weight is moved or a file is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from overspill.errors import OverspillError
+from overspill.job import OptimizerConfig
+from overspill.model import Block, find_blocks
+from overspill.optim.kernels import KERNELS
+from overspill.plan import Plan, StateClass
+from overspill.schedule import ChunkPlan, StepPlan, plan_chunks
+from overspill.tiers.disk import DiskStore, SlotSpec
+from overspill.tiers.host import HostPool
+from overspill.train.arrays import StateArray, state_arrays, state_nbytes
+from overspill.train.commit import build_identity, slot_specs
+from overspill.train.live import (
+    LiveBlock,
+    StagingBuffer,
+    add_parameters,
+    as_tensor,
+    build_live_block,
+    named_parameters,
+    place_weights,
+    refuse_unsupported,
+)
+from overspill.train.optimizer import Groups, groups_from_config, groups_from_torch
+from overspill.train.session import Session, SessionParts
+from overspill.train.transfer import DeviceLink
+
+__all__ = ["attach"]
+
+
+def attach(
+    model: nn.Module,
+    *,
+    optimizer: OptimizerConfig | torch.optim.Optimizer,
+    plan: Plan,
+    directory: str | Path | None = None,
+    checkpoints: str | Path | None = None,
+    resume: bool | str = False,
+) -> Session:
+    """Put a model's training state where the plan says, and return the session that trains it.
+
+    Args:
+        model: any module on the CPU, on one accelerator, or with its parameters on meta (they are then allocated in
+            the pool, uninitialised; fill them in place). Parameters become views of memory that the session owns.
+        optimizer: a torch.optim.AdamW, Adam or SGD over the model's parameters that has not stepped yet, or an
+            OptimizerConfig, which makes two groups by ``no_decay``.
+        plan: where state lives and when updates run; see overspill.plan.Plan.
+        directory: of the store, for state on disk and for checkpoints. None: no disk is used.
+        checkpoints: where checkpoints are listed; default: ``directory/checkpoints``.
+        resume: go on from the last committed step in ``directory``, or from the checkpoint of this name;
+            ``session.restored`` says which step that was.
+
+    Raises:
+        OverspillError: OVS206, OVS207 (dtype, optimizer), OVS301 (budget), OVS401 … OVS407 (disk), OVS504 (model).
+    """
+    refuse_unsupported(model)
+    if isinstance(optimizer, OptimizerConfig):
+        kind, groups = groups_from_config(optimizer, named_parameters(model).items())
+    else:
+        kind, groups = groups_from_torch(optimizer)
+    kernel = KERNELS[kind]
+    for group in groups:
+        kernel.check_group(group)
+
+    trainable, frozen = _split(model, groups)
+    layouts = _lay_out(trainable)
+    chunks = _chunks([layout for layout, _ in layouts], plan)
+    arrays = {dtype: state_arrays(kernel, groups, dtype, plan.state_format) for _, dtype in layouts}
+    needs_disk = any(not chunk.resident for chunk in chunks)
+    if needs_disk and directory is None:
+        raise OverspillError(
+            "OVS504",
+            "The plan keeps optimizer state on disk, and no directory was given for it.",
+            field="directory",
+            next_step="Give attach() a directory, or place the state on the host.",
+        )
+
+    pool = _make_pool(model, plan)
+    notes: list[str] = []
+    pool.reserve(plan.activations_nbytes, StateClass.ACTIVATIONS, "activations and scratch")
+    blocks = [
+        build_live_block(
+            pool,
+            layout,
+            dtype,
+            torch.float32 if plan.grad_dtype == "fp32" else dtype,
+            arrays[dtype],
+            [chunk for chunk in chunks if chunk.block == layout.index],
+        )
+        for layout, dtype in layouts
+    ]
+    staging = _make_staging(pool, plan, chunks, arrays) if needs_disk else []
+    frozen_storage = _make_frozen(pool, frozen)
+    store = None
+    if directory is not None:
+        slots = slot_specs(blocks, arrays, frozen_storage)
+        where = None if checkpoints is None else Path(checkpoints)
+        store = _open_store(Path(directory), slots, plan, checkpoints=where, resume=resume)
+        notes.extend(store.notes)
+
+    link = _make_link(model)
+    _move(model, blocks, trainable, frozen, frozen_storage, groups, plan)
+    session = Session(
+        SessionParts(
+            model=model,
+            plan=plan,
+            pool=pool,
+            kernel=kernel,
+            kind=kind,
+            groups=groups,
+            blocks=blocks,
+            staging=staging,
+            step_plan=_step_plan(plan, blocks, chunks, staging, arrays),
+            store=store,
+            frozen=frozen_storage,
+            link=link,
+            notes=notes,
+        )
+    )
+    try:
+        session.start(resume=bool(resume))
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def _split(model: nn.Module, groups: Groups) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Parameters that are trained (in a group, and require a gradient), and all others."""
+    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
+    wanted: set[int] = set()
+    for group in groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise OverspillError(
+                    "OVS504",
+                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model.",
+                    field="optimizer.param_groups",
+                    next_step="Pass the module that owns all parameters of the optimizer.",
+                )
+            wanted.add(id(parameter))
+    trainable: dict[str, nn.Parameter] = {}
+    frozen: dict[str, nn.Parameter] = {}
+    for name, parameter in named_parameters(model).items():
+        (trainable if id(parameter) in wanted and parameter.requires_grad else frozen)[name] = parameter
+    return trainable, frozen
+
+
+def _lay_out(trainable: dict[str, nn.Parameter]) -> list[tuple[Block, torch.dtype]]:
+    """Blocks in forward order, one dtype each; a layer with weights of two dtypes makes two blocks."""
+    by_dtype: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
+    for name, parameter in trainable.items():
+        by_dtype.setdefault(parameter.dtype, []).append((name, tuple(parameter.shape)))
+    position = {name: i for i, name in enumerate(trainable)}
+    found = [(block, dtype) for dtype, named in by_dtype.items() for block in find_blocks(named)]
+    if len(by_dtype) > 1:
+        found.sort(key=lambda pair: position[pair[0].parameters[0].name])
+    return [
+        (Block(index, block.name, block.parameters, block.numel), dtype) for index, (block, dtype) in enumerate(found)
+    ]
+
+
+def _chunks(layouts: Sequence[Block], plan: Plan) -> tuple[ChunkPlan, ...]:
+    numels = [layout.numel for layout in layouts]
+    share = plan.optimizer_state.host + plan.optimizer_state.device
+    # Rounded so that a share of 1 is everything, whatever the floating-point sum of the shares.
+    resident = sum(numels) if share >= 1 - 1e-9 else int(share * sum(numels))
+    return plan_chunks(numels, chunk_numel=plan.chunk_numel, resident_numel=resident)
+
+
+def _make_pool(model: nn.Module, plan: Plan) -> HostPool:
+    if _device_of(model).type in ("cpu", "meta"):
+        return HostPool(plan.memory_nbytes)
+
+    def pinned(nbytes: int) -> Any:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+    return HostPool(plan.memory_nbytes, map_memory=pinned)
+
+
+def _make_link(model: nn.Module) -> DeviceLink | None:
+    device = _device_of(model)
+    return None if device.type in ("cpu", "meta") else DeviceLink(device)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise OverspillError(
+            "OVS504", "The model's parameters are on several devices.", value=", ".join(sorted(map(str, devices)))
+        )
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _make_staging(
+    pool: HostPool, plan: Plan, chunks: Sequence[ChunkPlan], arrays: dict[torch.dtype, tuple[StateArray, ...]]
+) -> list[StagingBuffer]:
+    """As many staging buffers as plan.staging_nbytes holds; each has room for the widest chunk."""
+    staged = [chunk for chunk in chunks if not chunk.resident]
+    numel = max(chunk.numel for chunk in staged)
+    widest = max(arrays.values(), key=state_nbytes)
+    one_nbytes = numel * state_nbytes(widest)
+    count = min(plan.staging_nbytes // one_nbytes, len(staged))
+    if count < 1:
+        raise OverspillError(
+            "OVS301",
+            "The staging buffers do not hold one chunk of optimizer state.",
+            field="plan.staging_nbytes",
+            value=plan.staging_nbytes,
+            limit=f"at least {one_nbytes}",
+            next_step="Raise plan.staging_nbytes or lower plan.chunk_numel.",
+        )
+    return [StagingBuffer.allocate(pool, widest, numel, index) for index in range(count)]
+
+
+def _make_frozen(pool: HostPool, frozen: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Host memory for parameters that are not trained; those on a device stay there and are not listed."""
+    storage: dict[str, torch.Tensor] = {}
+    for name, parameter in frozen.items():
+        if parameter.device.type in ("cpu", "meta") and parameter.dtype in (torch.float32, torch.bfloat16):
+            nbytes = parameter.numel() * parameter.element_size()
+            allocation = pool.allocate(nbytes, StateClass.WEIGHTS, f"frozen {name}")
+            storage[name] = as_tensor(allocation, parameter.dtype, parameter.numel()).view(parameter.shape)
+    return storage
+
+
+def _open_store(
+    directory: Path, slots: list[SlotSpec], plan: Plan, *, checkpoints: Path | None, resume: bool | str
+) -> DiskStore:
+    if resume:
+        return DiskStore.open(
+            directory,
+            slots=slots,
+            from_pin=resume if isinstance(resume, str) else None,
+            checkpoints=checkpoints,
+            verify_reads=plan.verify_reads,
+        )
+    return DiskStore.create(
+        directory,
+        slots,
+        identity=build_identity(),
+        pins=plan.keep_last,
+        directories=plan.directories,
+        checkpoints=checkpoints,
+        verify_reads=plan.verify_reads,
+    )
+
+
+def _move(
+    model: nn.Module,
+    blocks: Sequence[LiveBlock],
+    trainable: dict[str, nn.Parameter],
+    frozen: dict[str, nn.Parameter],
+    frozen_storage: dict[str, torch.Tensor],
+    groups: Groups,
+    plan: Plan,
+) -> None:
+    """Move weights into the pool, one parameter at a time; groups follow parameters that had to be replaced."""
+    moved: dict[int, nn.Parameter] = {}
+    for block in blocks:
+        for place in block.layout.parameters:
+            parameter = trainable[place.name]
+            storage = block.weights[place.offset : place.offset + place.numel].view(place.shape)
+            fresh = place_weights(model, parameter, storage)
+            moved[id(parameter)] = trainable[place.name] = fresh
+            if plan.grad_dtype == "fp32" and fresh.dtype is not torch.float32:
+                fresh.grad_dtype = torch.float32
+    for name, storage in frozen_storage.items():
+        place_weights(model, frozen[name], storage)
+    for group in groups:
+        group["params"] = [moved.get(id(p), p) for p in group["params"]]
+    order = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
+    for block in blocks:
+        add_parameters(block, trainable, order)
+
+
+def _step_plan(
+    plan: Plan,
+    blocks: Sequence[LiveBlock],
+    chunks: tuple[ChunkPlan, ...],
+    staging: Sequence[StagingBuffer],
+    arrays: dict[torch.dtype, tuple[StateArray, ...]],
+) -> StepPlan:
+    state = max((state_nbytes(of) for of in arrays.values()), default=0)
+    weight = max((block.weights.element_size() for block in blocks), default=0)
+    gradient = max((block.gradients.element_size() for block in blocks), default=0)
+    return StepPlan(
+        blocks=len(blocks),
+        chunks=chunks,
+        buffers=len(staging),
+        state_nbytes=state,
+        weight_nbytes=weight,
+        update_nbytes=2 * state + 2 * weight + gradient,
+        overlap=plan.overlap,
+    )

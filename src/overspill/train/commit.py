@@ -1,0 +1,333 @@
+"""Commits: what a step leaves on disk, and how a session comes back from it.
+
+A commit of step t holds weights, optimizer state, each parameter's own step count, the param groups, and the
+snapshot of RNG, schedules and data position taken at the step's boundary. The store decides atomically; nothing
+here is believed before that. A checkpoint is a pin of a commit and copies no state.
+
+[Note: Commit of a step] With ``durability`` every N steps the writes of such a step include weights and the state
+that stays in DRAM, on the write lane, and the COMMIT runs behind the next forward and backward; the next step's
+updates wait for it. A checkpoint at a step that was not expected writes what is still dirty on the user's thread.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import overspill
+from overspill.errors import OverspillError
+from overspill.plan import StateClass
+from overspill.tiers.disk import DiskStore, SlotSpec, TensorSpec
+from overspill.train.arrays import StateArray
+from overspill.train.live import LiveBlock, as_bytes
+from overspill.train.snapshot import Tracked, decode, encode, restore_rng, take_rng
+from overspill.train.work import StepWork
+
+if TYPE_CHECKING:
+    from overspill.train.session import Session
+
+__all__ = ["Committer", "Restored", "build_identity", "slot_specs"]
+
+_BOUNDARY_LIMIT_SECONDS = 3600.0
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "int16"}
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a resumed session came back to. ``differs``: facts that are not as they were, so that bits may differ."""
+
+    step: int
+    extra: dict[str, Any] = field(default_factory=dict)
+    complete: bool = True
+    differs: tuple[str, ...] = ()
+
+
+def slot_specs(
+    blocks: Sequence[LiveBlock], arrays_of: dict[torch.dtype, tuple[StateArray, ...]], frozen: dict[str, torch.Tensor]
+) -> list[SlotSpec]:
+    """One slot for each block's weights and each of its state arrays, and one for each frozen parameter."""
+    slots: list[SlotSpec] = []
+    for block in blocks:
+        arrays = [("weights", block.dtype, StateClass.WEIGHTS)]
+        arrays += [(array.name, array.dtype, array.state_class) for array in arrays_of[block.dtype]]
+        for name, dtype, state_class in arrays:
+            item = torch.empty(0, dtype=dtype).element_size()
+            tensors = tuple(
+                TensorSpec(p.name, p.offset * item, p.shape, _DTYPE_NAMES[dtype]) for p in block.layout.parameters
+            )
+            numel = block.layout.numel
+            slots.append(
+                SlotSpec(block.slot_name(name), _DTYPE_NAMES[dtype], (numel,), numel * item, str(state_class), tensors)
+            )
+    for index, (name, tensor) in enumerate(frozen.items()):
+        dtype_name = _DTYPE_NAMES[tensor.dtype]
+        spec = TensorSpec(name, 0, tuple(tensor.shape), dtype_name)
+        numel = max(tensor.numel(), 1)
+        slots.append(
+            SlotSpec(
+                frozen_slot(index),
+                dtype_name,
+                (numel,),
+                numel * tensor.element_size(),
+                str(StateClass.WEIGHTS),
+                (spec,),
+            )
+        )
+    return slots
+
+
+def frozen_slot(index: int) -> str:
+    return f"frozen{index:05d}.weights"
+
+
+def build_identity() -> dict[str, Any]:
+    """What has to be the same for bits to repeat."""
+    return {
+        "overspill": overspill.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "compute_threads": torch.get_num_threads(),
+    }
+
+
+class Committer:
+    """The durable side of one session. All methods run on the user's thread, but commit(), which has its lane."""
+
+    def __init__(
+        self,
+        session: Session,
+        store: DiskStore | None,
+        frozen: dict[str, torch.Tensor],
+    ) -> None:
+        self._session = session
+        self._store = store
+        self._frozen = frozen
+        self._frozen_written = False
+        self._tracked: dict[str, Tracked] = {}
+        self._pending_restore: dict[str, Any] = {}
+        self._expected_every = 0
+        self._last_boundary: StepWork | None = None
+        self._restored_extra: Mapping[str, Any] = {}
+
+    @property
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """Parameters that are not trained, by name, where the session holds them."""
+        return self._frozen
+
+    # -- when ------------------------------------------------------------------------------------------------
+
+    @property
+    def committed_step(self) -> int | None:
+        return None if self._store is None else self._store.committed_step
+
+    def is_commit_step(self, number: int) -> bool:
+        if self._store is None:
+            return False
+        periods = (self._session.plan.durability.every_steps, self._expected_every)
+        return any(period and number % period == 0 for period in periods)
+
+    def expect(self, every_steps: int) -> None:
+        self._expected_every = every_steps
+
+    # -- the snapshot ------------------------------------------------------------------------------------------
+
+    def track(self, objects: dict[str, Tracked]) -> None:
+        for name, tracked in objects.items():
+            self._tracked[name] = tracked
+            if name in self._pending_restore:
+                tracked.load_state_dict(decode(self._pending_restore.pop(name)))
+                # torch's schedulers write the first step's lr into the groups when they are made, and loading their
+                # state does not undo it: in torch's own order the optimizer is loaded after that. So once more.
+                self._restore_groups(self._restored_extra["groups"])
+
+    def take_boundary(self, work: StepWork, extra: dict[str, Any]) -> None:
+        """Fill the snapshot of a step, once; a commit of the step may go on."""
+        if work.boundary.is_set():
+            return
+        work.extra = self._snapshot(encode(extra), complete=True)
+        self._last_boundary = work
+        work.boundary.set()
+
+    def close_boundary(self, work: StepWork) -> None:
+        """Nobody called step_boundary(): the commit holds weights and optimizer only, and says so."""
+        if not work.boundary.is_set():
+            work.extra = self._snapshot({}, complete=False)
+            self._last_boundary = work
+            work.boundary.set()
+
+    def _snapshot(self, extra: Any, *, complete: bool) -> dict[str, Any]:
+        name_by_id = {id(live.parameter): live.place.name for live in self._session.live_parameters}
+        groups = [
+            {key: encode(value, key) for key, value in group.items() if key != "params"}
+            | {"params": [name_by_id[id(p)] for p in group["params"] if id(p) in name_by_id]}
+            for group in self._session.optimizer.param_groups
+        ]
+        return {
+            "complete": complete,
+            "build": build_identity(),
+            "groups": groups,
+            "steps": {live.place.name: live.steps for live in self._session.live_parameters},
+            "rng": take_rng(),
+            "tracked": {name: encode(tracked.state_dict(), name) for name, tracked in self._tracked.items()},
+            "extra": extra,
+            "time": time.time(),
+        }
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def commit(self, work: StepWork) -> None:
+        """Make a step durable. Runs on the commit lane, after the step's writes."""
+        if not work.boundary.wait(_BOUNDARY_LIMIT_SECONDS):
+            raise OverspillError(
+                "OVS505",
+                f"The commit of step {work.number} waited for the step's boundary.",
+                next_step="Call session.step_boundary() after each optimizer.step().",
+            )
+        self._decide(work.number, work.extra)
+
+    def checkpoint(self, name: str) -> Path:
+        store = self._need_store("checkpoint")
+        step = self._session.step
+        if step == 0:
+            raise OverspillError("OVS504", "There is nothing to save before the first step.", field="checkpoint")
+        if store.committed_step != step:
+            self.commit_now()
+        path = store.pin(name)
+        pins = store.pins()
+        for pin in pins[: max(0, len(pins) - max(1, self._session.plan.keep_last))]:
+            if pin.name != name:
+                store.unpin(pin.name)
+        return path
+
+    def commit_now(self) -> None:
+        """Commit the step just done, on this thread; the lanes have nothing to write meanwhile."""
+        for block in self._session.blocks:
+            for chunk in block.chunks:
+                self._session.worker.write_out(block, chunk, checksum=True)
+        work = self._last_boundary
+        extra = work.extra if work is not None and work.number == self._session.step else None
+        self._decide(self._session.step, extra or self._snapshot({}, complete=False))
+
+    def _decide(self, step: int, extra: dict[str, Any]) -> None:
+        store = self._need_store("commit")
+        self._write_untouched()
+        prepared = store.prepare(step, extra)
+        store.commit(prepared)
+        for block in self._session.blocks:
+            block.weights_dirty = block.resident_dirty = False
+
+    def _write_untouched(self) -> None:
+        """Weights that no step has written yet: frozen ones, and blocks that never had a gradient."""
+        store = self._need_store("commit")
+        if not self._frozen_written:
+            for index, tensor in enumerate(self._frozen.values()):
+                store.write_from(frozen_slot(index), 0, as_bytes(tensor.reshape(-1)), checksum=True)
+            self._frozen_written = True
+        for block in self._session.blocks:
+            if block.weights_dirty:
+                for chunk in block.chunks:
+                    self._session.worker.write_out(block, chunk, checksum=True)
+
+    # -- coming back -------------------------------------------------------------------------------------------
+
+    def restore(self) -> Restored | None:
+        """Load the committed step's weights, resident state, step counts, groups and RNG into the session."""
+        store = self._need_store("resume")
+        if not store.committed_step:
+            return None
+        saved = store.extra
+        for block in self._session.blocks:
+            store.read_into(block.slot_name("weights"), 0, as_bytes(block.weights))
+            if all(store.is_written(block.slot_name(array.name)) for array in block.arrays):
+                for name, array in block.resident.items():
+                    store.read_into(block.slot_name(name), 0, as_bytes(array))
+                block.on_disk = {chunk.index for chunk in block.chunks if not chunk.resident}
+            block.weights_dirty = block.resident_dirty = False
+            for live in block.parameters:
+                live.steps = int(saved["steps"][live.place.name])
+                live.resync = live.steps == 0
+                if live.on_device:
+                    with torch.no_grad():
+                        live.parameter.data.copy_(live.weight)
+        for index, tensor in enumerate(self._frozen.values()):
+            store.read_into(frozen_slot(index), 0, as_bytes(tensor.reshape(-1)))
+        self._frozen_written = True
+        self._restore_groups(saved["groups"])
+        self._pending_restore = dict(saved["tracked"])
+        self._restored_extra = saved
+        restore_rng(saved["rng"])
+        differs = tuple(
+            f"{key}: {saved['build'].get(key)} then, {value} now"
+            for key, value in build_identity().items()
+            if saved["build"].get(key) != value
+        )
+        self._session.step = int(store.committed_step)
+        return Restored(self._session.step, decode(saved["extra"]), bool(saved["complete"]), differs)
+
+    def restore_rng(self) -> None:
+        if self._restored_extra:
+            restore_rng(self._restored_extra["rng"])
+
+    def _restore_groups(self, saved: list[dict[str, Any]]) -> None:
+        groups = self._session.optimizer.param_groups
+        if len(groups) != len(saved):
+            raise OverspillError(
+                "OVS602",
+                "The optimizer has another number of param groups than the run.",
+                field="optimizer.param_groups",
+                value=len(groups),
+                limit=len(saved),
+            )
+        for group, old in zip(groups, saved, strict=True):
+            group.update({key: decode(value) for key, value in old.items() if key != "params"})
+
+    # -- facts -------------------------------------------------------------------------------------------------
+
+    def moved_nbytes(self) -> tuple[int, int]:
+        if self._store is None:
+            return 0, 0
+        return self._store.bytes_read, self._store.bytes_written
+
+    def disk_nbytes_by_class(self) -> dict[str, int]:
+        """Bytes of the current version of each class that the store has been given."""
+        held: dict[str, int] = {}
+        if self._store is not None:
+            for slot in self._store.slots:
+                if self._store.is_written(slot.name):
+                    held[slot.state_class] = held.get(slot.state_class, 0) + slot.nbytes
+        return held
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    def _need_store(self, what: str) -> DiskStore:
+        if self._store is None:
+            raise OverspillError(
+                "OVS504",
+                f"A {what} needs a store on disk, and this session has none.",
+                field="directory",
+                next_step="Give attach() a directory.",
+            )
+        return self._store
+
+    # -- torch's state_dict --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        from overspill.train.statedict import build_state_dict
+
+        if self._store is not None and self._session.step and self._store.committed_step != self._session.step:
+            self.commit_now()
+        return build_state_dict(self._session, self._store)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        from overspill.train.statedict import load_state_dict
+
+        load_state_dict(self._session, self._store, state_dict)

@@ -1,0 +1,460 @@
+"""The session: executes a plan on a real model, step by step.
+
+One step, seen from the user's thread (the lanes of the executor do the rest):
+
+    forward      before a module that owns a parameter of block k: its pending update is finished
+    backward     each fresh gradient moves into the pool; optimizer state is read ahead meanwhile
+    step()       norm, clip factor and learning rates are fixed, updates are released; with ``overlap = step`` they
+                 are waited for, with ``forward`` they run on behind the next forward
+    boundary     RNG, schedule and data position of this step are taken; a commit of the step may go on
+
+[Note: One step ahead] Step t+1 is handed to the executor when step t is taken, so that its reads begin as soon as
+buffers are free; its updates wait until step() is called again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from overspill import _native
+from overspill.errors import OverspillError
+from overspill.optim.kernels import OptimizerKernel
+from overspill.plan import Overlap, Plan
+from overspill.schedule import Key, Kind, Lane, Op, StepPlan, StepSchedule, build_step
+from overspill.tiers.disk import DiskStore
+from overspill.tiers.host import HostPool
+from overspill.train.commit import Committer, Restored
+from overspill.train.executor import Executor, SubmittedStep
+from overspill.train.extend import extend
+from overspill.train.gradients import GradientNorm, collect, install_hook, measure_norm
+from overspill.train.hooks import HookSet
+from overspill.train.live import LiveBlock, LiveParameter, StagingBuffer
+from overspill.train.optimizer import Groups, TieredOptimizer
+from overspill.train.snapshot import Tracked
+from overspill.train.transfer import DeviceLink
+from overspill.train.work import RESYNC, SKIP, ChunkWorker, StepWork
+
+__all__ = ["Session", "SessionParts"]
+
+
+@dataclass(frozen=True, eq=False)
+class SessionParts:
+    """What attach() has built: memory, blocks and store, checked and within the budget."""
+
+    model: nn.Module
+    plan: Plan
+    pool: HostPool
+    kernel: OptimizerKernel
+    kind: str
+    groups: Groups
+    blocks: list[LiveBlock]
+    staging: list[StagingBuffer]
+    step_plan: StepPlan
+    store: DiskStore | None
+    frozen: dict[str, torch.Tensor]
+    link: DeviceLink | None
+    notes: list[str]
+
+
+class Session:
+    """A model whose training state lives where the plan puts it. Made by attach().
+
+    Attributes:
+        optimizer: a true torch.optim.Optimizer over the model's parameters.
+        pool: the host memory that the session owns, against its budget.
+        step: optimizer steps done.
+        notes: fallbacks that were taken, one sentence each; they stand in the run's report.
+    """
+
+    def __init__(self, parts: SessionParts) -> None:
+        self.plan = parts.plan
+        self.pool = parts.pool
+        self.notes = parts.notes
+        self.model = parts.model
+        self.measure_norm = False
+        self._kernel = parts.kernel
+        self._store = parts.store
+        self._link = parts.link
+        self._threads = _native.ThreadPool(parts.plan.kernel_threads)
+        self._hooks: HookSet | None = None
+        self._committer = Committer(self, parts.store, parts.frozen)
+        self.step = 0
+        self.restored: Restored | None = None
+        self._norm: GradientNorm | None = None
+        self._clip_factor: float | None = None
+        self._skipped = False
+        self._owner_pid = os.getpid()
+        self._closed = False
+        self._previous: SubmittedStep[StepWork] | None = None
+        self.optimizer = TieredOptimizer(parts.groups, parts.kind, self)
+        self._executor = Executor(
+            self._run,
+            threads={
+                Lane.READ: parts.plan.read_threads if parts.store else 0,
+                Lane.UPDATE: 1,
+                Lane.WRITE: parts.plan.write_threads if parts.store else 0,
+                Lane.COMMIT: 1 if parts.store else 0,
+            },
+        )
+        self.install(parts.blocks, parts.staging, parts.step_plan)
+        self._facts_base = self._counters()
+        self._current: SubmittedStep[StepWork] | None = None
+        atexit.register(_close_quietly, weakref.ref(self))
+
+    def install(self, blocks: list[LiveBlock], staging: list[StagingBuffer], step_plan: StepPlan) -> None:
+        """Take these blocks and buffers into use; the lanes are idle."""
+        self._blocks, self._staging, self.step_plan = blocks, staging, step_plan
+        self._live: dict[int, LiveParameter] = {id(p.parameter): p for block in blocks for p in block.parameters}
+        self.worker = ChunkWorker(
+            blocks=blocks,
+            kernel=self._kernel,
+            staging=staging,
+            store=self._store,
+            link=self._link,
+            pool=self._threads,
+        )
+        self._schedules: dict[bool, StepSchedule] = {
+            commits: build_step(step_plan, commits=commits) for commits in (False, True)
+        }
+        if self._hooks is not None:
+            self._hooks.close()
+        self._hooks = HookSet(self.model, {key: live.block.index for key, live in self._live.items()}, self._settle)
+        self._hooks.handles += [
+            install_hook(live, self._wait_for_update) for live in self._live.values() if not live.on_device
+        ]
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def start(self, *, resume: bool) -> None:
+        """Come back to the committed step if asked to, and hand the next step to the executor; attach() calls this."""
+        if resume:
+            self.restored = self._committer.restore()
+        for live in self._live.values():
+            live.version = live.parameter._version
+        self._submit_next()
+
+    def take_step(self) -> None:
+        """The work behind optimizer.step(); see the head of this file."""
+        self._refuse_child()
+        self._executor.raise_if_failed()
+        previous = self._previous
+        if previous is not None:
+            self._committer.close_boundary(previous.work)
+            self._executor.wait_all(previous, Kind.UPDATE, cause="update")
+            self._executor.wait_all(previous, Kind.COMMIT, cause="commit")
+        self._adopt_weights()
+        self._adopt_unfrozen()
+        present = self._collect()
+        assert self._hooks is not None
+        self._hooks.settle(live.parameter for live in present)
+        current = self._current
+        assert current is not None
+        work = current.work
+        scale = self._decide_scale()
+        if self._skipped:
+            present = []
+        self._fill(work, present, scale)
+        self.step = current.number
+        for block in self._blocks:
+            if block.index in work.touched:
+                block.weights_dirty = block.resident_dirty = True
+        self._executor.reach(current, Key(Kind.NORM), cause="update")
+        self._previous = current
+        self._submit_next()
+        self._finish(current, present)
+
+    def _finish(self, current: SubmittedStep[StepWork], present: list[LiveParameter]) -> None:
+        """Wait as the plan's overlap says, and let torch's version counters see the update."""
+        if self.plan.overlap is Overlap.STEP:
+            self._executor.wait_all(current, Kind.UPDATE, cause="update")
+            if self._link is not None:
+                for block in self._blocks:
+                    self._link.order_before_compute(block.index)
+        for live in present:
+            # A graph that saved this weight before the step must raise in backward, as after torch's own step.
+            torch.autograd.graph.increment_version(live.parameter)
+            live.version = live.parameter._version
+            if self.plan.overlap is Overlap.FORWARD:
+                live.parameter.grad = None
+
+    def _collect(self) -> list[LiveParameter]:
+        for block in self._blocks:
+            block.touched = False
+        if self._link is not None:
+            self._link.begin()
+        collect(self._live.values(), self._link)
+        return [live for live in self._live.values() if live.parameter.grad is not None]
+
+    def _decide_scale(self) -> float:
+        """The norm, where somebody asks for it; the factor that gradients are scaled by; whether to skip."""
+        self._norm, self._clip_factor, self._skipped = None, None, False
+        limit = self.plan.max_grad_norm
+        if limit is None and self.plan.nonfinite == "allow" and not self.measure_norm:
+            return 1.0
+        if self._link is not None:
+            self._link.wait_all_fetched()
+        self._norm = measure_norm(self._blocks, self._threads)
+        if not self._norm.finite and self.plan.nonfinite == "skip":
+            self._skipped = True
+            return 1.0
+        if not self._norm.finite and self.plan.nonfinite == "raise":
+            raise OverspillError(
+                "OVS502",
+                f"The gradient of step {self.step + 1} has {self._norm.nonfinite} elements that are NaN or infinite.",
+                field="plan.nonfinite",
+                value=f"norm {self._norm.value}",
+            )
+        if limit is None:
+            return 1.0
+        # torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
+        self._clip_factor = min(1.0, limit / (self._norm.value + 1e-6))
+        return self._clip_factor
+
+    def _fill(self, work: StepWork, present: list[LiveParameter], scale: float) -> None:
+        """Fix flags and scalars of every parameter for this step; counts the step of those that have a gradient."""
+        touched = {live.block.index for live in present}
+        work.touched = frozenset(touched)
+        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        rows: dict[tuple[int, int], Any] = {}
+        for block in self._blocks:
+            if block.index in touched:
+                work.flags[block.index] = np.full(len(block.parameters), SKIP, dtype=np.int64)
+                work.scalars[block.index] = np.zeros((len(block.parameters), 8), dtype=np.float64)
+        for live in present:
+            live.steps += 1
+            group = groups[id(live.parameter)]
+            key = (id(group), live.steps)
+            if key not in rows:
+                rows[key] = self._kernel.scalars_row(group, live.steps, scale)
+            work.scalars[live.block.index][live.index] = rows[key]
+            work.flags[live.block.index][live.index] = RESYNC if live.resync else 0
+            live.resync = False
+
+    def _adopt_weights(self) -> None:
+        """Take up what the user did to weights since the last step: in-place edits, or other storage behind them."""
+        for live in self._live.values():
+            parameter = live.parameter
+            if parameter._version != live.version:
+                live.resync, live.version = True, parameter._version
+                if live.on_device:
+                    live.weight.copy_(parameter.data)
+            if not live.on_device and parameter.data_ptr() != live.weight.data_ptr():
+                if parameter.dtype is not live.weight.dtype or parameter.shape != live.weight.shape:
+                    raise OverspillError(
+                        "OVS504",
+                        "The parameter's dtype or shape was changed after attach.",
+                        field=live.place.name,
+                        value=f"{parameter.dtype} {tuple(parameter.shape)}",
+                        limit=f"{live.weight.dtype} {tuple(live.weight.shape)}",
+                        next_step="Convert the model before attaching.",
+                    )
+                with torch.no_grad():
+                    live.weight.copy_(parameter.data)
+                parameter.data = live.weight
+                live.resync = True
+
+    def _adopt_unfrozen(self) -> None:
+        """Parameters of the groups that were frozen at attach, and have a gradient now."""
+        late = [
+            p
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and id(p) not in self._live
+        ]
+        if late:
+            extend(self, late)
+
+    def _submit_next(self) -> None:
+        number = self.step + 1
+        commits = self._committer.is_commit_step(number)
+        work = StepWork(number=number, commits=commits)
+        self._current = self._executor.submit(number, self._schedules[commits], work)
+
+    def _run(self, step: SubmittedStep[StepWork], op: Op) -> None:
+        work = step.work
+        if op.key.kind is Kind.READ:
+            self.worker.read(op)
+        elif op.key.kind is Kind.UPDATE:
+            self.worker.update(op, work)
+        elif op.key.kind is Kind.WRITE:
+            self.worker.write(op, work)
+        elif op.key.kind is Kind.COMMIT and not work.void:
+            self._committer.commit(work)
+
+    def _wait_for_update(self, block: int) -> None:
+        previous = self._previous
+        if previous is None:
+            return
+        chunks = self._blocks[block].chunks
+        self._executor.wait(previous, [Key(Kind.UPDATE, block, chunks[-1].index)], cause="update")
+
+    def _settle(self, block: int) -> None:
+        """Before a module that owns a parameter of ``block`` runs."""
+        self._wait_for_update(block)
+        if self._link is not None:
+            self._link.order_before_compute(block)
+
+    # -- what the user calls ------------------------------------------------------------------------------------
+
+    def track(self, **objects: Tracked) -> None:
+        """Give schedulers, loaders, scalers an owner: their state is part of every commit, and restored on resume."""
+        self._committer.track(objects)
+
+    def step_boundary(self, extra: dict[str, Any] | None = None) -> None:
+        """After optimizer.step() and scheduler.step(): what belongs to this step is taken now."""
+        if self._previous is not None:
+            self._committer.take_boundary(self._previous.work, extra or {})
+
+    def flush(self) -> None:
+        """Finish all pending updates and writes; on return every parameter and the store are of step ``step``."""
+        self._refuse_child()
+        if self._previous is not None:
+            self._committer.close_boundary(self._previous.work)
+            self._executor.wait_all(self._previous, Kind.UPDATE, Kind.WRITE, Kind.COMMIT, cause="flush")
+            if self._link is not None:
+                for block in self._blocks:
+                    self._link.order_before_compute(block.index)
+        self._executor.raise_if_failed()
+
+    def checkpoint(self, name: str) -> Path:
+        """Commit the current step, if it is not yet, and pin it under ``checkpoints/<name>``.
+
+        The oldest pins beyond plan.keep_last are dropped. Raises OverspillError OVS504 without a store.
+        """
+        self.flush()
+        return self._committer.checkpoint(name)
+
+    def expect_checkpoint(self, every_steps: int) -> None:
+        """Say that checkpoint() will be called after every so many steps; they are then written while they run."""
+        self._committer.expect(every_steps)
+
+    @property
+    def committed_step(self) -> int | None:
+        """Newest step that a crash cannot lose; None before the first commit."""
+        return self._committer.committed_step
+
+    def step_facts(self) -> dict[str, Any]:
+        """What the last step did since the last call: norm, stalls by cause, bytes by tier, bytes held."""
+        now = self._counters()
+        base, self._facts_base = self._facts_base, now
+        held: dict[str, dict[str, int]] = {"host": self.pool.held_nbytes_by_class()}
+        disk = self._committer.disk_nbytes_by_class()
+        if disk:
+            held["disk"] = disk
+        return {
+            "grad_norm": None if self._norm is None else self._norm.value,
+            "clip_factor": self._clip_factor,
+            "skipped": self._skipped,
+            "stall_seconds": {k: v - base["stall"].get(k, 0.0) for k, v in now["stall"].items()},
+            "read_nbytes": {k: v - base["read"].get(k, 0) for k, v in now["read"].items()},
+            "written_nbytes": {k: v - base["written"].get(k, 0) for k, v in now["written"].items()},
+            "held_nbytes": held,
+            "committed_step": self.committed_step,
+        }
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        self.flush()
+        return self._committer.state_dict()
+
+    def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.flush()
+        self._committer.load_state_dict(state_dict)
+
+    def adopt_group(self, group: dict[str, Any]) -> None:
+        """A param group was added after attach."""
+        extend(self, [p for p in group["params"] if p.requires_grad and id(p) not in self._live])
+
+    def close(self) -> None:
+        """Finish what is pending, end the threads, release the store. The model keeps its weights."""
+        if self._closed or os.getpid() != self._owner_pid:
+            return
+        self._closed = True
+        try:
+            if self._executor.cause is None:
+                self.flush()
+        finally:
+            if self._hooks is not None:
+                self._hooks.close()
+            self._executor.close()
+            self._committer.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- for the session's own parts ----------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> list[LiveBlock]:
+        return self._blocks
+
+    @property
+    def kernel(self) -> OptimizerKernel:
+        return self._kernel
+
+    @property
+    def store(self) -> DiskStore | None:
+        return self._store
+
+    @property
+    def staging(self) -> list[StagingBuffer]:
+        return self._staging
+
+    @property
+    def live_parameters(self) -> Iterable[LiveParameter]:
+        return self._live.values()
+
+    @contextlib.contextmanager
+    def lanes_idle(self) -> Iterator[None]:
+        """Within it no lane touches state: the step that is read ahead is voided, and handed over anew at the end."""
+        self.flush()
+        current = self._current
+        assert current is not None
+        current.work.void = True
+        self._executor.reach(current, Key(Kind.NORM), cause="flush")
+        self._executor.wait_all(current, Kind.READ, Kind.UPDATE, Kind.WRITE, Kind.COMMIT, cause="flush")
+        yield
+        self._submit_next()
+
+    def scratch(self, array: str, numel: int) -> torch.Tensor:
+        """Part of a staging buffer, while the lanes are idle."""
+        return self._staging[0].arrays[array][:numel]
+
+    def live_of(self, parameter: nn.Parameter) -> LiveParameter | None:
+        return self._live.get(id(parameter))
+
+    def _counters(self) -> dict[str, dict[str, Any]]:
+        executor = getattr(self, "_executor", None)
+        read, written = self._committer.moved_nbytes()
+        tiers_read, tiers_written = {"disk": read}, {"disk": written}
+        if self._link is not None:
+            tiers_read["device"], tiers_written["device"] = self._link.down_nbytes, self._link.up_nbytes
+        return {
+            "stall": dict(executor.stall_seconds) if executor else {},
+            "read": tiers_read,
+            "written": tiers_written,
+        }
+
+    def _refuse_child(self) -> None:
+        if os.getpid() != self._owner_pid:
+            raise OverspillError("OVS503", "The session was used in a forked child.")
+
+
+def _close_quietly(reference: weakref.ref[Session]) -> None:
+    """At exit: pending updates are finished, so that a script that ends without flush() loses nothing."""
+    session = reference()
+    if session is not None:
+        session.close()

@@ -1,0 +1,161 @@
+"""The work of one step on the lanes: read, update and write a chunk. Called by the executor, on its threads.
+
+A lane's function looks up what the schedule's operation means in tensors and slots; it takes no decision. What the
+user's thread decided for the step (which parameters have a gradient, learning rates, clip factor) is in StepWork,
+filled before the step's NORM is reached and not changed afterwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from overspill import _native
+from overspill.optim.kernels import RESYNC, SKIP, OptimizerKernel
+from overspill.schedule import ChunkPlan, Key, Op
+from overspill.tiers.disk import DiskStore
+from overspill.train.arrays import MASTER
+from overspill.train.live import LiveBlock, StagingBuffer, as_bytes
+from overspill.train.transfer import DeviceLink
+
+__all__ = ["RESYNC", "SKIP", "ChunkWorker", "StepWork"]
+
+
+@dataclass(eq=False)
+class StepWork:
+    """What the user's thread decided for one step, and the snapshot that belongs to it.
+
+    flags, scalars: one row per parameter, by block. void: the step is not taken; its operations pass through without
+    effect, so that the lanes become idle. boundary: set when the step's RNG, schedule and data position
+    are in ``extra``; a commit waits for it.
+    """
+
+    number: int
+    commits: bool
+    void: bool = False
+    touched: frozenset[int] = frozenset()
+    flags: dict[int, np.ndarray] = field(default_factory=dict)
+    scalars: dict[int, np.ndarray] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    boundary: threading.Event = field(default_factory=threading.Event)
+
+
+class ChunkWorker:
+    """Does READ, UPDATE and WRITE of one chunk.
+
+    Counters of bytes are kept per tier; they are what the reports show, and are tested against /proc/self/io.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: Sequence[LiveBlock],
+        kernel: OptimizerKernel,
+        staging: Sequence[StagingBuffer],
+        store: DiskStore | None,
+        link: DeviceLink | None,
+        pool: _native.ThreadPool,
+    ) -> None:
+        self._blocks = blocks
+        self._kernel = kernel
+        self._staging = staging
+        self._store = store
+        self._link = link
+        self._pool = pool
+        self._chunks: dict[tuple[int, int], ChunkPlan] = {}
+        self._segments: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        for block in blocks:
+            for chunk in block.chunks:
+                self._chunks[chunk.block, chunk.index] = chunk
+                self._segments[chunk.block, chunk.index] = _segments(block, chunk)
+        self._last_chunk = {block.index: block.chunks[-1].index for block in blocks if block.chunks}
+
+    def read(self, op: Op) -> None:
+        """Fill a staging buffer with the chunk's state, as the step before left it."""
+        block, chunk = self._find(op.key)
+        assert self._store is not None and op.buffer is not None
+        for name, array in self._state_of(op, block, chunk).items():
+            if chunk.index not in block.on_disk:
+                array.zero_()  # before its first step all state is zero
+                continue
+            self._store.read_into(block.slot_name(name), chunk.start * array.element_size(), as_bytes(array))
+
+    def update(self, op: Op, work: StepWork) -> None:
+        """Run the optimizer's kernel over the chunk, in place."""
+        block, chunk = self._find(op.key)
+        if block.index not in work.touched:
+            return
+        if self._link is not None and chunk.index == 0:
+            self._link.wait_fetched(block.index)
+            self._link.wait_stored(block.index)
+        template, index = self._segments[chunk.block, chunk.index]
+        segments = template.copy()
+        segments[:, 2] = work.flags[block.index][index]
+        states = self._state_of(op, block, chunk)
+        self._kernel.apply(
+            weights=block.weights[chunk.start : chunk.stop],
+            grads=block.gradients[chunk.start : chunk.stop],
+            master=states.pop(MASTER, None),
+            states=states,
+            segments=segments,
+            scalars=work.scalars[block.index][index],
+            pool=self._pool,
+        )
+        if self._link is not None and chunk.index == self._last_chunk[block.index]:
+            pairs = [(p.weight, p.parameter.data) for p in block.parameters if p.on_device]
+            self._link.store(pairs, block.index)
+
+    def write(self, op: Op, work: StepWork) -> None:
+        """Write what is newer in memory than in the store's working version."""
+        if work.void:
+            return
+        block, chunk = self._find(op.key)
+        touched = block.index in work.touched
+        if not chunk.resident and touched:
+            self._write(block, chunk, self._state_of(op, block, chunk), checksum=work.commits)
+            block.on_disk.add(chunk.index)
+        if work.commits:
+            self.write_out(block, chunk, checksum=True)
+
+    def write_out(self, block: LiveBlock, chunk: ChunkPlan, *, checksum: bool) -> None:
+        """Write the chunk's weights, and its state where that stays in memory, if they changed since."""
+        if chunk.resident and block.resident_dirty:
+            arrays = {name: array[chunk.start : chunk.stop] for name, array in block.resident.items()}
+            self._write(block, chunk, arrays, checksum=checksum)
+        if block.weights_dirty:
+            self._write(block, chunk, {"weights": block.weights[chunk.start : chunk.stop]}, checksum=checksum)
+
+    def _write(self, block: LiveBlock, chunk: ChunkPlan, arrays: dict[str, torch.Tensor], *, checksum: bool) -> None:
+        assert self._store is not None
+        for name, array in arrays.items():
+            self._store.write_from(
+                block.slot_name(name), chunk.start * array.element_size(), as_bytes(array), checksum=checksum
+            )
+
+    def _state_of(self, op: Op, block: LiveBlock, chunk: ChunkPlan) -> dict[str, torch.Tensor]:
+        if chunk.resident:
+            return {name: array[chunk.start : chunk.stop] for name, array in block.resident.items()}
+        assert op.buffer is not None
+        staged = self._staging[op.buffer].arrays
+        return {array.name: staged[array.name][: chunk.numel] for array in block.arrays}
+
+    def _find(self, key: Key) -> tuple[LiveBlock, ChunkPlan]:
+        return self._blocks[key.block], self._chunks[key.block, key.chunk]
+
+
+def _segments(block: LiveBlock, chunk: ChunkPlan) -> tuple[np.ndarray, np.ndarray]:
+    """The parameters that lie in a chunk: [start, stop, 0] within it, and their rows in the block's tables."""
+    rows: list[tuple[int, int, int]] = []
+    index: list[int] = []
+    for live in block.parameters:
+        start = max(live.place.offset, chunk.start)
+        stop = min(live.place.offset + live.place.numel, chunk.stop)
+        if start < stop:
+            rows.append((start - chunk.start, stop - chunk.start, 0))
+            index.append(live.index)
+    return np.array(rows, dtype=np.int64).reshape(-1, 3), np.array(index, dtype=np.int64)
