@@ -67,9 +67,9 @@ def attach(
     """
     refuse_unsupported(model)
     if isinstance(optimizer, OptimizerConfig):
-        kind, groups = groups_from_config(optimizer, named_parameters(model).items())
+        kind, groups, defaults = groups_from_config(optimizer, named_parameters(model).items())
     else:
-        kind, groups = groups_from_torch(optimizer)
+        kind, groups, defaults = groups_from_torch(optimizer)
     kernel = KERNELS[kind]
     for group in groups:
         kernel.check_group(group)
@@ -120,6 +120,7 @@ def attach(
             kernel=kernel,
             kind=kind,
             groups=groups,
+            defaults=defaults,
             blocks=blocks,
             staging=staging,
             step_plan=_step_plan(plan, blocks, chunks, staging, arrays),

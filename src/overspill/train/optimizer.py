@@ -35,11 +35,11 @@ class TieredOptimizer(torch.optim.Optimizer):
     ``p.grad`` is None afterwards since the gradients are in use).
     """
 
-    def __init__(self, groups: Groups, kind: str, session: Session) -> None:
+    def __init__(self, groups: Groups, defaults: dict[str, Any], kind: str, session: Session) -> None:
         self._session = weakref.ref(session)
         self.kind = kind
         self._ready = False
-        super().__init__(groups, dict(KERNELS[kind].defaults))
+        super().__init__(groups, {**KERNELS[kind].defaults, **defaults})
         self._ready = True
 
     @property
@@ -85,8 +85,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
 
 
-def groups_from_config(config: OptimizerConfig, named: Iterable[tuple[str, nn.Parameter]]) -> tuple[str, Groups]:
-    """Two groups, with and without weight decay by config.no_decay, each kept even when it is empty."""
+def groups_from_config(
+    config: OptimizerConfig, named: Iterable[tuple[str, nn.Parameter]]
+) -> tuple[str, Groups, dict[str, Any]]:
+    """Kind, groups and defaults: two groups, with and without weight decay by config.no_decay, each kept even when it is empty."""
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.name in ("adamw", "adam"):
         options |= {"betas": config.betas, "eps": config.eps}
@@ -100,14 +102,18 @@ def groups_from_config(config: OptimizerConfig, named: Iterable[tuple[str, nn.Pa
         if parameter.requires_grad:
             matches = any(fnmatch.fnmatch(name, pattern) for pattern in config.no_decay)
             (plain if matches else decay).append(parameter)
-    return config.name, [
-        {"params": decay, **options},
-        {"params": plain, **options, "weight_decay": 0.0},
-    ]
+    return (
+        config.name,
+        [
+            {"params": decay, **options},
+            {"params": plain, **options, "weight_decay": 0.0},
+        ],
+        options,
+    )
 
 
-def groups_from_torch(optimizer: torch.optim.Optimizer) -> tuple[str, Groups]:
-    """The groups of a torch optimizer that has not stepped yet.
+def groups_from_torch(optimizer: torch.optim.Optimizer) -> tuple[str, Groups, dict[str, Any]]:
+    """Kind, groups and defaults of a torch optimizer that has not stepped yet.
 
     Raises OverspillError OVS207 for an optimizer without a kernel here, or one that already has state.
     """
@@ -119,4 +125,5 @@ def groups_from_torch(optimizer: torch.optim.Optimizer) -> tuple[str, Groups]:
             field="optimizer",
             next_step="Attach before the first step, or load the state through session.optimizer.load_state_dict().",
         )
-    return kind, [group | {"params": list(group["params"])} for group in optimizer.param_groups]
+    groups = [group | {"params": list(group["params"])} for group in optimizer.param_groups]
+    return kind, groups, dict(optimizer.defaults)

@@ -58,6 +58,7 @@ class SessionParts:
     kernel: OptimizerKernel
     kind: str
     groups: Groups
+    defaults: dict[str, Any]
     blocks: list[LiveBlock]
     staging: list[StagingBuffer]
     step_plan: StepPlan
@@ -97,7 +98,7 @@ class Session:
         self._owner_pid = os.getpid()
         self._closed = False
         self._previous: SubmittedStep[StepWork] | None = None
-        self.optimizer = TieredOptimizer(parts.groups, parts.kind, self)
+        self.optimizer = TieredOptimizer(parts.groups, parts.defaults, parts.kind, self)
         self._executor = Executor(
             self._run,
             threads={

@@ -126,8 +126,7 @@ class Tokeniser:
         else:
             parts = list(self._segments(self._turns(messages, row)))
         yield from parts
-        tail = [int(token) for tokens, _ in parts[-1:] for token in tokens[-_TAIL_TOKENS:]]
-        if self._eos not in tail:
+        if self._eos not in np.concatenate([tokens for tokens, _ in parts])[-_TAIL_TOKENS:]:
             yield self._part([self._eos], messages[-1]["role"] == "assistant")
 
     def _render(self, messages: list[dict[str, Any]], row: Row, **options: Any) -> Any:
