@@ -17,7 +17,7 @@ from overspill.errors import OverspillError
 
 __all__ = ["Row", "data_files", "read_rows", "unusable"]
 
-_BLOCK_CHARS: Final = 1 << 18
+_BLOCK_CHARS: Final = 1 << 15
 _PAIRS: Final = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
 _KEYS_HELP: Final = (
     '"text", "prompt" and "completion", "question" and "answer", "instruction" and "output", or "messages"'

@@ -24,7 +24,7 @@ from overspill.train.data.rows import Row, unusable
 __all__ = ["Tokeniser", "encode_stream"]
 
 Encode = Callable[[str], list[int]]
-_WINDOW_CHARS: Final = 1 << 17
+_WINDOW_CHARS: Final = 1 << 15
 _CONTEXT_CHARS: Final = 512
 _LINE_CUT: Final = re.compile(r"(?<=\S\n)(?=\S)")  # white space on one side only: no tokenizer joins across it
 _GENERATION_MARK: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
