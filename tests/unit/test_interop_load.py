@@ -153,16 +153,18 @@ for dtype in ("bf16", "fp32"):
 """
 
 
-def test_loading_takes_a_few_mebibytes_above_the_model(tmp_path):
+def test_building_and_loading_take_a_few_mebibytes_above_the_model(tmp_path):
     path = make_tiny_model(tmp_path, vocab_size=12_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2)
     file = path / "model.safetensors"
     assert 80e6 < file.stat().st_size < 130e6
-    same, converted, naive = measure_peak_nbytes(
+    empty, same, converted, naive = measure_peak_nbytes(
         _BEFORE.format(path=str(path)),
+        f"empty = build_empty({str(path)!r}, 'fp32')",
         f"load_weights(models[0], {str(path)!r})",
         f"load_weights(models[1], {str(path)!r})",
         f"models[0].load_state_dict(load_file({str(file)!r}))",
     )
+    assert empty < 8 * 2**20
     assert same < 24 * 2**20 and converted < 32 * 2**20
     assert naive > 70 * 2**20  # the measurement does see a second copy
 
