@@ -11,11 +11,14 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Final
 
 from overspill.errors import OverspillError
 from overspill.tiers.disk.fileio import FileIO, disk_error
 
 __all__ = ["OwnerLock"]
+
+FACTS_NBYTES: Final = 512  # always as long, so that a shorter text needs no truncation
 
 
 class OwnerLock:
@@ -33,8 +36,8 @@ class OwnerLock:
                 raise OverspillError(
                     "OVS405", "Another process uses this directory.", field=str(path.parent), value=self._owner()
                 )
-            os.ftruncate(self.fd, 0)
-            os.pwrite(self.fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+            facts = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).ljust(FACTS_NBYTES).encode()
+            io.pwrite(self.fd, memoryview(facts), 0)
         except BaseException as error:
             io.close(self.fd)
             if isinstance(error, OSError):
@@ -43,7 +46,7 @@ class OwnerLock:
 
     def _owner(self) -> str:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            facts = json.loads(os.pread(self.fd, 4096, 0))
+            facts = json.loads(os.pread(self.fd, FACTS_NBYTES, 0))
             return f"process {facts['pid']} on {facts['host']}"
         return "a process that did not leave its id"
 
