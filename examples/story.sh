@@ -23,7 +23,7 @@ echo "== what it will need"
 echo "== train, and stop it as Ctrl-C would"
 "$bin/overspill" train job.toml --run run "${settings[@]}" --set train.steps=4000 &
 pid=$!
-until [ "$(wc -l < run/metrics.jsonl 2>/dev/null || echo 0)" -ge 3 ]; do kill -0 $pid; sleep 0.2; done
+until [ -e run/metrics.jsonl ] && [ "$(wc -l < run/metrics.jsonl)" -ge 3 ]; do kill -0 $pid; sleep 0.2; done
 kill -INT $pid
 code=0; wait $pid || code=$?
 [ "$code" = 130 ]

@@ -221,3 +221,47 @@ def test_a_step_without_a_single_target_trains_nothing_and_has_no_loss(tmp_path:
     run.session.close()
     assert run.losses == [None]
     assert run.reports[0].grad_norm == 0.0
+
+
+def test_a_model_attached_on_meta_trains_to_the_same_bits_as_one_attached_with_its_weights() -> None:
+    def train(on_meta: bool) -> tuple[list[float], list[torch.Tensor]]:
+        seed_all(3)
+        real = Model(0.0).to(torch.bfloat16)
+        values = {name: parameter.detach().clone() for name, parameter in real.named_parameters()}
+        model = Model(0.0).to(torch.bfloat16).to_empty(device="meta") if on_meta else real
+        plan = _plan()
+        # Steps so small that nearly all of each lands in the 16 bits that complete a bf16 weight.
+        session = attach(model, optimizer=OptimizerConfig(lr=1e-5), plan=plan)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(values[name])
+        batches, losses = iter(Source(4)), []
+        for _ in range(30):
+            batch = next(batches)
+            loss = model(**batch, num_items_in_batch=10).loss
+            loss.backward()
+            session.optimizer.step()
+            losses.append(loss.item())
+        session.flush()
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        session.close()
+        return losses, weights
+
+    losses, weights = train(on_meta=False)
+    meta_losses, meta_weights = train(on_meta=True)
+    assert losses == meta_losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, meta_weights, strict=True))
+
+
+def test_an_edit_of_one_parameter_is_no_edit_of_its_neighbours() -> None:
+    model = Model(0.0).to_empty(device="meta")
+    session = attach(model, optimizer=OptimizerConfig(), plan=_plan())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    before = [parameter._version for parameter in model.parameters()]
+    with torch.no_grad():
+        model.embed.weight.add_(1)
+    after = [parameter._version for parameter in model.parameters()]
+    session.close()
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 0, 0]

@@ -180,7 +180,9 @@ def place_weights(module: nn.Module, parameter: nn.Parameter, storage: torch.Ten
         if parameter.device.type != "meta":
             storage.copy_(parameter.data)
             return parameter
-        fresh = nn.Parameter(storage, requires_grad=parameter.requires_grad)
+        # .data has a version counter of its own; views of one block would share theirs, and an edit of one parameter
+        # would look like an edit of all (see Session._adopt_weights).
+        fresh = nn.Parameter(storage.data, requires_grad=parameter.requires_grad)
         fresh.__dict__.update(parameter.__dict__)
         for owner in module.modules():
             for name, held in owner._parameters.items():

@@ -1,0 +1,261 @@
+"""Whole runs through the command line: train, stop, resume, export, generate, and what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from overspill.checkpoint import RunDirectory
+from overspill.cli.main import run
+from overspill.observe.metrics import read_metrics
+from testing.tiny import TINY_PLAY, make_tiny_model
+
+JOB = """
+[model]
+path = "tiny"
+[data]
+path = "play.txt"
+seq_len = 32
+eval_fraction = 0.1
+[optimizer]
+lr = 3e-3
+[train]
+steps = 24
+micro_batch = 2
+accumulation = 2
+threads = 1
+eval_every = 10
+save_every = 8
+[plan]
+memory = "128MiB"
+optimizer_state = "disk"
+durability = "step"
+keep_last = 3
+"""
+COMMAND = [sys.executable, "-m", "overspill"]
+LIMIT_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with dropout, a text and a job."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_tiny_model(folder / "tiny", attention_dropout=0.1)
+    (folder / "play.txt").write_text(TINY_PLAY.read_text()[:30_000])
+    (folder / "job.toml").write_text(JOB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing disturbs."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    assert run(["train", str(inputs / "job.toml"), "--run", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OVERSPILL_DEBUG", "1")  # an unexpected exception is a failure with its traceback
+
+
+def _losses(path: Path) -> list[tuple[int, float | None, float | None]]:
+    return [(row.step, row.loss, row.eval_loss) for row in read_metrics(path / "metrics.jsonl")]
+
+
+def _weights(path: Path) -> bytes:
+    newest = RunDirectory.open(path).checkpoint()
+    assert run(["export", str(path), "--from", newest.name, "--out", str(path / "weights")]) == 0
+    return (path / "weights" / "model.safetensors").read_bytes()
+
+
+def _start(inputs: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path.cwd()
+    )
+
+
+def _wait_for_rows(process: subprocess.Popen[str], file: Path, rows: int) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not file.exists() or file.read_bytes().count(b"\n") < rows:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_writes_its_metrics_checkpoints_and_comparison(whole: Path) -> None:
+    rows = read_metrics(whole / "metrics.jsonl")
+    assert [row.step for row in rows] == list(range(1, 25))
+    assert [row.step for row in rows if row.eval_loss is not None] == [10, 20, 24]
+    assert all(row.loss is not None and row.grad_norm is not None and row.tokens == 128 for row in rows)
+    first, last = rows[0].loss, rows[-1].loss
+    assert first is not None and last is not None and last < first
+    assert sum(row.written_nbytes["disk"] for row in rows) > 0
+
+    directory = RunDirectory.open(whole)
+    assert directory.checkpoint_names() == ["step-000008", "step-000016", "step-000024"]
+    summary = directory.summary()
+    assert summary is not None and (summary.status, summary.step) == ("finished", 24)
+    by_name = {row.what: row for row in summary.comparison}
+    assert all(row.measured is not None for row in summary.comparison if row.unit == "bytes"), by_name
+    assert any(row.forecast is not None and row.measured for row in summary.comparison)
+    for file in [whole / "run.json", whole / "job.toml", whole / "metrics.jsonl"]:
+        assert file.stat().st_mode & 0o077 == 0
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_the_resume_repeats_the_undisturbed_run(
+    inputs: Path, whole: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "cut"
+    process = _start(inputs, "train", str(inputs / "job.toml"), "--run", str(path))
+    _wait_for_rows(process, path / "metrics.jsonl", 3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 130, err
+    assert f"overspill resume {path}" in out
+    assert "Traceback" not in err
+    done = len(_losses(path))
+    assert RunDirectory.open(path).checkpoint().name == f"step-{done:06d}"
+
+    assert run(["resume", str(path)]) == 0
+    assert _losses(path) == _losses(whole)
+    assert _weights(path) == _weights(whole)
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_the_run_goes_on_afterwards(
+    inputs: Path, whole: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "killed"
+    process = _start(inputs, "train", str(inputs / "job.toml"), "--run", str(path))
+    _wait_for_rows(process, path / "metrics.jsonl", 3)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode in (0, 130)
+    assert "Traceback" not in err
+    if process.returncode == 130:
+        assert run(["resume", str(path)]) == 0
+    assert _losses(path) == _losses(whole)
+
+
+def test_sigkill_loses_nothing_that_was_committed(inputs: Path, whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "killed"
+    process = _start(inputs, "train", str(inputs / "job.toml"), "--run", str(path))
+    _wait_for_rows(process, path / "metrics.jsonl", 6)
+    process.kill()
+    process.communicate()
+    reported = len(_losses(path))
+    assert run(["resume", str(path)]) == 0
+    assert _losses(path) == _losses(whole)
+    assert _weights(path) == _weights(whole)
+    assert reported >= 6
+
+
+def test_a_resume_from_an_earlier_checkpoint_repeats_what_followed_it(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole, path, ignore=shutil.ignore_patterns("weights"))
+    (path / "summary.json").unlink()
+    before = _losses(path)
+    assert run(["resume", str(path), "--from", "step-000016"]) == 0
+    assert "Going on from step 16. 8 steps" in capsys.readouterr().err
+    assert _losses(path) == before
+
+
+def test_more_steps_can_be_asked_of_a_finished_run(whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole, path, ignore=shutil.ignore_patterns("weights"))
+    job = path / "job.toml"
+    job.write_text(job.read_text().replace("steps = 24", "steps = 26"))
+    assert run(["resume", str(path)]) == 0
+    assert [step for step, _, _ in _losses(path)] == list(range(1, 27))
+
+
+def test_another_number_of_threads_is_said_to_change_bits(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole, path, ignore=shutil.ignore_patterns("weights"))
+    job = path / "job.toml"
+    job.write_text(job.read_text().replace("steps = 24", "steps = 25").replace("threads = 1", "threads = 2"))
+    assert run(["resume", str(path)]) == 0
+    assert "Bits may differ" in capsys.readouterr().err
+
+
+def test_an_export_loads_in_transformers_and_equals_the_trained_weights(whole: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert run(["export", str(whole), "--out", str(tmp_path / "model")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16
+    batch = tokenizer("To be, or not to be", return_tensors="pt")
+    with torch.no_grad():
+        loss = model(**batch, labels=batch["input_ids"]).loss.item()
+    start = AutoModelForCausalLM.from_pretrained(RunDirectory.open(whole).job().model.path)
+    with torch.no_grad():
+        assert loss < start(**batch, labels=batch["input_ids"]).loss.item()
+
+
+def test_everything_that_prints_prints_json_too(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(*arguments: str) -> list[dict[str, object]]:
+        capsys.readouterr()
+        assert run([*arguments, "--json"]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    job, path = str(inputs / "job.toml"), str(tmp_path / "runs" / "one")
+    assert printed("new", "fresh.toml")[0]["job"] == "fresh.toml"
+    assert printed("doctor")
+    assert printed("forecast", job)
+    events = printed("train", job, "--run", path, "--set", "train.steps=2")
+    assert [event["event"] for event in events] == ["forecast", "step", "step", "end"]
+    assert events[-1]["finished"] is True and events[-1]["comparison"]
+    assert printed("export", path)[0]["tensors"]
+    assert printed("generate", path, "--prompt", "To be", "--max-new-tokens", "3")[0]["prompt"] == "To be"
+    assert [row["run"] for row in json.loads(json.dumps(printed("runs", "list", "--in", "runs")[0]))] == [
+        str(Path("runs") / "one")
+    ]
+    assert printed("runs", "show", path)[0]["status"] == "finished"
+    assert printed("runs", "rm", path, "--yes")[0]["removed"] == path
+    assert not Path(path).exists()
+
+
+def test_a_run_in_use_is_neither_removed_nor_resumed(inputs: Path, tmp_path: Path) -> None:
+    path = tmp_path / "busy"
+    process = _start(inputs, "train", str(inputs / "job.toml"), "--run", str(path), "--set", "train.steps=100000")
+    try:
+        _wait_for_rows(process, path / "metrics.jsonl", 1)
+        environment = {name: value for name, value in os.environ.items() if name != "OVERSPILL_DEBUG"}
+        for arguments in (["runs", "rm", str(path), "--yes"], ["resume", str(path)]):
+            done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environment)
+            assert done.returncode == 2
+            assert "OVS405" in done.stderr and str(process.pid) in done.stderr
+        assert (path / "run.json").exists()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_removing_a_run_takes_its_state_on_other_disks(inputs: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other disk"
+    path = tmp_path / "run"
+    setting = f"plan.directories=[{str(other)!r}]"
+    assert run(["train", str(inputs / "job.toml"), "--run", str(path), "--set", setting, "--set", "train.steps=1"]) == 0
+    assert any(other.iterdir())
+    assert run(["runs", "rm", str(path), "--yes"]) == 0
+    assert not path.exists()
+    assert not any(other.iterdir())
