@@ -1,0 +1,181 @@
+"""ModelShape: the parameters of a model and the facts of its decoder, without the model.
+
+From config.json for the families that families.py knows, or from the names and shapes of a live module for any
+other. It holds no tensors and downloads nothing. A shape made from a config and one read off the module are equal
+in names, shapes and order; a test says so for every family.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from overspill.errors import OverspillError
+from overspill.model.blocks import Block, find_blocks
+from overspill.model.families import FAMILIES, DecoderFacts, decoder_of
+
+__all__ = ["ModelShape", "ParameterShape", "read_config"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """One parameter. ``tied_to`` names the parameter whose storage it shares; such a one takes no memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: int
+    tied_to: str | None = None
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's parameters in forward order of definition, and what is known of its decoder.
+
+    family: config.json's model_type; "module" for a shape read off a live module, whose decoder facts are unknown.
+    """
+
+    family: str
+    parameters: tuple[ParameterShape, ...]
+    decoder: DecoderFacts | None = None
+    max_positions: int | None = None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """The shape that a Hugging Face config.json describes.
+
+        Raises OverspillError OVS201 for a family that is not known or a config that lacks a size.
+        """
+        family = str(config.get("model_type", ""))
+        decoder = decoder_of(family, config)
+        if decoder is None:
+            raise OverspillError(
+                "OVS201",
+                f"The shapes of model family {family!r} are not known, so it cannot be forecast from its config alone.",
+                field="config.json: model_type",
+                value=family,
+                limit=", ".join(sorted(FAMILIES)),
+                next_step="overspill.attach(model, …) takes any torch module; it needs no known family.",
+            )
+        return cls(
+            family=family,
+            parameters=_in_blocks(decoder.parameters, decoder.tied),
+            decoder=decoder.facts,
+            max_positions=decoder.max_positions,
+        )
+
+    @classmethod
+    def from_parameters(
+        cls, parameters: Iterable[tuple[str, Sequence[int]]], *, config: dict[str, Any] | None = None
+    ) -> Self:
+        """The shape of any module, from (name, shape) in ``named_parameters()`` order, ties left out.
+
+        config: its config.json, if it has one; gives the decoder facts where the family is known.
+        """
+        decoder = decoder_of(str(config.get("model_type", "")), config) if config else None
+        return cls(
+            family="module",
+            parameters=_in_blocks([(name, tuple(shape)) for name, shape in parameters], {}),
+            decoder=decoder.facts if decoder else None,
+            max_positions=decoder.max_positions if decoder else None,
+        )
+
+    def freeze(self, patterns: Sequence[str]) -> Self:
+        """The same shape with the parameters that match a glob pattern not trained.
+
+        Raises OverspillError OVS101 for a pattern that matches nothing.
+        """
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(parameter.name, pattern) for parameter in self.parameters):
+                raise OverspillError(
+                    "OVS101",
+                    "A pattern matches no parameter.",
+                    field="model.freeze",
+                    value=pattern,
+                    next_step=f'Names look like "{self.parameters[len(self.parameters) // 2].name}".',
+                )
+        frozen = {p.name for p in self.parameters if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in patterns)}
+        return replace(
+            self, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in self.parameters)
+        )
+
+    @property
+    def owned(self) -> tuple[ParameterShape, ...]:
+        """Parameters with storage of their own: all but the tied ones."""
+        return tuple(parameter for parameter in self.parameters if parameter.tied_to is None)
+
+    @property
+    def tied_head(self) -> bool:
+        return any(parameter.tied_to is not None for parameter in self.parameters)
+
+    @property
+    def total_numel(self) -> int:
+        return sum(parameter.numel for parameter in self.owned)
+
+    @property
+    def trainable_numel(self) -> int:
+        return sum(parameter.numel for parameter in self.owned if parameter.trainable)
+
+    def blocks(self, *, trainable: bool = True) -> tuple[Block, ...]:
+        """The blocks of the trainable parameters (or of the frozen ones), as a session cuts them."""
+        return find_blocks([(p.name, p.shape) for p in self.owned if p.trainable is trainable])
+
+    @property
+    def largest(self) -> ParameterShape:
+        return max(self.owned, key=lambda parameter: parameter.numel)
+
+
+def _in_blocks(parameters: Sequence[tuple[str, tuple[int, ...]]], tied: dict[str, str]) -> tuple[ParameterShape, ...]:
+    blocks = find_blocks([(name, shape) for name, shape in parameters if name not in tied])
+    block_of = {parameter.name: block.index for block in blocks for parameter in block.parameters}
+    return tuple(
+        ParameterShape(name, shape, block_of[tied.get(name, name)], tied.get(name)) for name, shape in parameters
+    )
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """config.json of a model directory, or of a hub id that is in the local cache. Downloads nothing.
+
+    Raises OverspillError OVS201 naming where it looked.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        cached = _cached_snapshot(path)
+        if cached is None:
+            raise OverspillError(
+                "OVS201", "There is no such model directory, and no hub model of that name in the local cache.",
+                field="model.path", value=path,
+            )  # fmt: skip
+        directory = cached
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OverspillError("OVS201", f"Cannot read the model's config: {error.strerror}.", field=str(file)) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise OverspillError("OVS201", f"The model's config is not valid JSON: {error}.", field=str(file)) from None
+    if not isinstance(config, dict):
+        raise OverspillError("OVS201", "The model's config holds no table at its top.", field=str(file))
+    return config
+
+
+def _cached_snapshot(hub_id: str) -> Path | None:
+    """Where huggingface_hub keeps a model: models--OWNER--NAME/snapshots/COMMIT, the commit named by refs/main."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    model = hub / ("models--" + hub_id.replace("/", "--"))
+    reference = model / "refs" / "main"
+    if not reference.is_file():
+        return None
+    snapshot = model / "snapshots" / reference.read_text(encoding="utf-8").strip()
+    return snapshot if snapshot.is_dir() else None
