@@ -59,6 +59,17 @@ def own_busy_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
+def wait_until_quiet(patience_seconds: float, limit: float = 0.25) -> None:
+    """Return once others take less than `limit` of a core, or when patience ends: other_cpu then tells."""
+    end = time.perf_counter() + patience_seconds
+    while time.perf_counter() < end:
+        begin, busy, own = time.perf_counter(), machine_busy_seconds(), own_busy_seconds()
+        time.sleep(0.5)
+        others = (machine_busy_seconds() - busy) - (own_busy_seconds() - own)
+        if others / (time.perf_counter() - begin) < limit:
+            return
+
+
 @dataclass
 class Arena:
     """Named arrays, each a mapping of its own, made on first use and shared by all systems of one call."""
@@ -134,7 +145,7 @@ def first_step_error(threads: int) -> float:
 
 
 def measure(
-    steps: Mapping[str, Callable[[], object]], reps: int
+    steps: Mapping[str, Callable[[], object]], reps: int, patience_seconds: float
 ) -> tuple[dict[str, list[float]], dict[str, float], float]:
     """Seconds of each round, seconds of the first step, and the share of a core that others took meanwhile."""
     firsts = {}
@@ -142,6 +153,7 @@ def measure(
         start = time.perf_counter()
         step()
         firsts[system] = time.perf_counter() - start
+    wait_until_quiet(patience_seconds)
     seconds: dict[str, list[float]] = {system: [] for system in steps}
     begin, busy, own = time.perf_counter(), machine_busy_seconds(), own_busy_seconds()
     for _ in range(reps):
@@ -161,6 +173,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--reps", type=int, default=7, help="interleaved rounds; the median counts")
     parser.add_argument("--huge-pages", action="store_true", help="madvise(MADV_HUGEPAGE) every array")
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for a quiet machine")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -170,7 +183,7 @@ def main() -> None:
     arena = Arena(options.n, options.huge_pages)
     steps = {system: make_step(system, arena, pool) for system in systems}
     init_seconds = time.perf_counter() - start
-    seconds, firsts, others = measure(steps, options.reps)
+    seconds, firsts, others = measure(steps, options.reps, options.patience)
     error = first_step_error(options.threads)
     for system in systems:
         median = statistics.median(seconds[system])

@@ -11,10 +11,11 @@ const std::vector<const Kernels*>& available() {
     std::vector<const Kernels*> list;
 #ifdef OVERSPILL_X86_CLONES
     __builtin_cpu_init();
-    // Named features instead of the level's name: older compilers do not know "x86-64-v4" here. avx512* and
-    // avx2 are reported only if the kernel saves those registers.
+    // Named features instead of the level's name, which not every compiler knows here. avx2 and avx512* are
+    // reported only if the kernel saves those registers.
     const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
-                    __builtin_cpu_supports("fma") && __builtin_cpu_supports("popcnt");
+                    __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt") &&
+                    __builtin_cpu_supports("movbe") && __builtin_cpu_supports("popcnt");
     const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl");

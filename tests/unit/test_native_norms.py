@@ -47,6 +47,20 @@ def test_every_clone_and_thread_count_adds_in_the_defined_order(
             assert np.array_equal(got_nonfinite, nonfinite)
 
 
+def test_another_number_of_lanes_or_another_chunk_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = floats(np.random.default_rng(0), 150_001, 1.0, 0.0, np.float32)
+    for level in _native.simd_levels():
+        assert (
+            _native.squared_norms(grads, whole(150_001), POOLS[1], level=level)[0]
+            == (reference.squared_norms(grads, whole(150_001))[0])
+        )
+    ours = reference.squared_norms(grads, whole(150_001))[0]
+    for name, other in (("LANES", 8), ("LANES", 32), ("NORM_CHUNK", 32768), ("NORM_CHUNK", 131072)):
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, name, other)
+            assert reference.squared_norms(grads, whole(150_001))[0] != ours, "this gradient tells the orders apart"
+
+
 def test_the_batching_of_segments_changes_no_bit() -> None:
     rng = np.random.default_rng(1)
     grads = floats(rng, 300_000, 1.0, 0.0, np.float32)
