@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -73,9 +74,10 @@ def _losses(path: Path) -> list[tuple[int, float | None, float | None]]:
 
 
 def _weights(path: Path) -> bytes:
-    newest = RunDirectory.open(path).checkpoint()
-    assert run(["export", str(path), "--from", newest.name, "--out", str(path / "weights")]) == 0
-    return (path / "weights" / "model.safetensors").read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "weights"
+        assert run(["export", str(path), "--out", str(out)]) == 0
+        return (out / "model.safetensors").read_bytes()
 
 
 def _start(inputs: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -165,17 +167,20 @@ def test_a_resume_from_an_earlier_checkpoint_repeats_what_followed_it(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run"
-    shutil.copytree(whole, path, ignore=shutil.ignore_patterns("weights"))
+    shutil.copytree(whole, path)
     (path / "summary.json").unlink()
     before = _losses(path)
     assert run(["resume", str(path), "--from", "step-000016"]) == 0
-    assert "Going on from step 16. 8 steps" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Going on from step 16. 8 steps" in said
+    assert "step-000024" in said  # the checkpoint of the future that is given up
     assert _losses(path) == before
+    assert RunDirectory.open(path).checkpoint_names() == ["step-000008", "step-000016", "step-000024"]
 
 
 def test_more_steps_can_be_asked_of_a_finished_run(whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    shutil.copytree(whole, path, ignore=shutil.ignore_patterns("weights"))
+    shutil.copytree(whole, path)
     job = path / "job.toml"
     job.write_text(job.read_text().replace("steps = 24", "steps = 26"))
     assert run(["resume", str(path)]) == 0
@@ -186,7 +191,7 @@ def test_another_number_of_threads_is_said_to_change_bits(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run"
-    shutil.copytree(whole, path, ignore=shutil.ignore_patterns("weights"))
+    shutil.copytree(whole, path)
     job = path / "job.toml"
     job.write_text(job.read_text().replace("steps = 24", "steps = 25").replace("threads = 1", "threads = 2"))
     assert run(["resume", str(path)]) == 0

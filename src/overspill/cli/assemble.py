@@ -130,8 +130,7 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
             value=identity.model_digest,
             limit=there.model_digest,
         )
-    if checkpoint is not None:
-        DiskStore.open(run.state, from_pin=checkpoint).close()
+    dropped = go_back(run, checkpoint) if checkpoint is not None else []
     with ExitStack() as closing:
         memory = MemorySampler(base_nbytes)
         memory.start()
@@ -160,6 +159,8 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
             run.write_identity(identity)
         else:
             notes += _resume_notes(run, session)
+            if dropped:
+                notes.append(f"Checkpoints of the steps that are done again were dropped: {', '.join(dropped)}.")
         yield Parts(
             session=session,
             model=model,
@@ -172,6 +173,19 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
             measured=Measured(base_nbytes=base_nbytes),
             notes=notes,
         )
+
+
+def go_back(run: RunDirectory, checkpoint: str) -> list[str]:
+    """Make a checkpoint the committed state. Later checkpoints are dropped and returned: their steps come again,
+    under the same names and perhaps with other content.
+    """
+    with DiskStore.open(run.state, from_pin=checkpoint) as store:
+        step = store.committed_step
+        assert step is not None
+        later = [pin.name for pin in store.pins() if pin.step is None or pin.step > step]
+        for name in later:
+            store.unpin(name)
+    return later
 
 
 def _resume_notes(run: RunDirectory, session: Session) -> list[str]:
