@@ -23,6 +23,7 @@ from overspill.tiers.disk import DiskStore, SlotSpec
 from overspill.tiers.host import HostPool
 from overspill.train.arrays import StateArray, state_arrays, state_nbytes
 from overspill.train.commit import build_identity, slot_specs
+from overspill.train.governor import anonymous_nbytes
 from overspill.train.live import (
     LiveBlock,
     StagingBuffer,
@@ -66,6 +67,7 @@ def attach(
         OverspillError: OVS206, OVS207 (dtype, optimizer), OVS301 (budget), OVS401 … OVS407 (disk), OVS504 (model).
     """
     refuse_unsupported(model)
+    base_nbytes = _base_nbytes(model)
     if isinstance(optimizer, OptimizerConfig):
         kind, groups, defaults = groups_from_config(optimizer, named_parameters(model).items())
     else:
@@ -127,6 +129,7 @@ def attach(
             store=store,
             frozen=frozen_storage,
             link=link,
+            base_nbytes=base_nbytes,
             notes=notes,
         )
     )
@@ -136,6 +139,12 @@ def attach(
         session.close()
         raise
     return session
+
+
+def _base_nbytes(model: nn.Module) -> int:
+    """What the process holds beside the model: interpreter and libraries, on top of which the budget counts."""
+    own = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == "cpu")
+    return max(0, (anonymous_nbytes() or 0) - own)
 
 
 def _split(model: nn.Module, groups: Groups) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:

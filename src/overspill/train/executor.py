@@ -9,6 +9,10 @@ States and what moves between them (DESIGN.md §6):
     RUNNING --first error of a lane--> FAILED(cause) --close()--> CLOSED
     RUNNING --------------close()------------------------------> CLOSED
 
+[Note: Stalls] When the user's thread waits for an update, the time in which the update lane itself waited for the
+disk is the disk's (``disk_read``; ``disk_write`` when no buffer was free to read into), the rest is the kernel's
+(``update``). So the causes of a step add up to the time that the user's thread stood still.
+
 After a failure every wait raises OVS501 with the first cause; operations that have not started never do.
 """
 
@@ -30,6 +34,8 @@ __all__ = ["Executor", "ExecutorState", "SubmittedStep"]
 
 W = TypeVar("W")
 
+_CAUSES = {Kind.READ: "disk_read", Kind.WRITE: "disk_write", Kind.COMMIT: "commit"}
+
 
 class ExecutorState(Enum):
     RUNNING = "running"
@@ -45,6 +51,7 @@ class _Task(Generic[W]):
     step: SubmittedStep[W]
     after: list[_Task[W]] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
+    started: bool = False
 
 
 class SubmittedStep(Generic[W]):
@@ -87,6 +94,7 @@ class Executor(Generic[W]):
         self._queues: dict[Lane, queue.SimpleQueue[_Task[W] | None]] = {}
         self._threads: list[threading.Thread] = []
         self.stall_seconds: dict[str, float] = {}
+        self._update_wait_seconds: dict[str, float] = {}
         for lane, count in threads.items():
             self._queues[lane] = queue.SimpleQueue()
             for i in range(count):
@@ -184,10 +192,11 @@ class Executor(Generic[W]):
         while (task := tasks.get()) is not None:
             try:
                 for needed in task.after:
-                    if not needed.done.wait(self._wait_limit_seconds):
-                        raise self._too_long(f"{task.op.key} of step {task.step.number}", [needed])
+                    if not needed.done.is_set():
+                        self._lane_wait(task, needed)
                 if self._state is not ExecutorState.RUNNING:
                     return
+                task.started = True
                 self._run(task.step, task.op)
             except BaseException as error:  # noqa: BLE001 - whatever it is, waiting threads must be told
                 self.fail(error)
@@ -196,17 +205,41 @@ class Executor(Generic[W]):
                 task.after = []  # a chain of steps must not keep every step before it alive
                 task.done.set()
 
+    def _lane_wait(self, task: _Task[W], needed: _Task[W]) -> None:
+        """A lane waits; for the update lane it is noted for what, see [Note: Stalls]."""
+        # A read that has not started has no buffer yet: what is waited for is the write that empties one.
+        cause = _CAUSES.get(needed.op.key.kind)
+        if needed.op.key.kind is Kind.READ and not needed.started:
+            cause = "disk_write"
+        start = time.perf_counter()
+        if not needed.done.wait(self._wait_limit_seconds):
+            raise self._too_long(f"{task.op.key} of step {task.step.number}", [needed])
+        if task.op.lane is Lane.UPDATE and cause is not None:
+            waited = self._update_wait_seconds
+            waited[cause] = waited.get(cause, 0.0) + time.perf_counter() - start
+
     def _wait(self, tasks: list[_Task[W]], cause: str) -> None:
         open_tasks = [task for task in tasks if not task.done.is_set()]
         if open_tasks:
+            before = dict(self._update_wait_seconds)
             start = time.perf_counter()
             for task in open_tasks:
                 if not task.done.wait(self._wait_limit_seconds):
                     self.fail(self._too_long(cause, open_tasks))
                     break
-            self.stall_seconds[cause] = self.stall_seconds.get(cause, 0.0) + time.perf_counter() - start
+            self._attribute(time.perf_counter() - start, before, cause)
         if self._state is not ExecutorState.RUNNING:
             self.raise_if_failed()
+
+    def _attribute(self, seconds: float, before: dict[str, float], cause: str) -> None:
+        """Divide a wait of the user's thread by what the update lane waited for meanwhile, see [Note: Stalls]."""
+        left = seconds
+        for why, total in self._update_wait_seconds.items():
+            part = min(left, total - before.get(why, 0.0))
+            if part > 0:
+                self.stall_seconds[why] = self.stall_seconds.get(why, 0.0) + part
+                left -= part
+        self.stall_seconds[cause] = self.stall_seconds.get(cause, 0.0) + left
 
     def _too_long(self, who: str, waited_for: list[_Task[W]]) -> OverspillError:
         undone = [f"{task.op.key} of step {task.step.number}" for task in waited_for if not task.done.is_set()]

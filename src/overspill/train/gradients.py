@@ -12,7 +12,7 @@ then added in the optimizer's order of parameters, never in order of arrival. So
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,9 +39,8 @@ class GradientNorm:
         return self.nonfinite == 0 and math.isfinite(self.value)
 
 
-def install_hook(live: LiveParameter, wait_for_block: object) -> torch.utils.hooks.RemovableHandle:
-    """Move each fresh gradient of a CPU parameter into the pool. ``wait_for_block(index)`` ends a pending update."""
-    assert callable(wait_for_block)
+def install_hook(live: LiveParameter, before: Callable[[int], None]) -> torch.utils.hooks.RemovableHandle:
+    """Move each fresh gradient of a CPU parameter into the pool, after ``before(block)``, which ends its update."""
     view = live.gradient
     block = live.block.index
 
@@ -49,7 +48,7 @@ def install_hook(live: LiveParameter, wait_for_block: object) -> torch.utils.hoo
         gradient = parameter.grad
         if gradient is None or gradient.data_ptr() == view.data_ptr():
             return
-        wait_for_block(block)  # a stale graph may run backward while the gradient's memory is still in use
+        before(block)
         with torch.no_grad():
             view.copy_(_checked(live, gradient))
         parameter.grad = view

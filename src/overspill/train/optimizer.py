@@ -88,7 +88,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 def groups_from_config(
     config: OptimizerConfig, named: Iterable[tuple[str, nn.Parameter]]
 ) -> tuple[str, Groups, dict[str, Any]]:
-    """Kind, groups and defaults: two groups, with and without weight decay by config.no_decay, each kept even when it is empty."""
+    """Kind, groups and defaults: with and without weight decay by config.no_decay, kept even when one is empty."""
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.name in ("adamw", "adam"):
         options |= {"betas": config.betas, "eps": config.eps}

@@ -37,6 +37,7 @@ from overspill.tiers.host import HostPool
 from overspill.train.commit import Committer, Restored
 from overspill.train.executor import Executor, SubmittedStep
 from overspill.train.extend import extend
+from overspill.train.governor import MemoryGovernor
 from overspill.train.gradients import GradientNorm, collect, install_hook, measure_norm
 from overspill.train.hooks import HookSet
 from overspill.train.live import LiveBlock, LiveParameter, StagingBuffer
@@ -44,6 +45,7 @@ from overspill.train.optimizer import Groups, TieredOptimizer
 from overspill.train.snapshot import Tracked
 from overspill.train.transfer import DeviceLink
 from overspill.train.work import RESYNC, SKIP, ChunkWorker, StepWork
+from overspill.units import MiB
 
 __all__ = ["Session", "SessionParts"]
 
@@ -65,6 +67,7 @@ class SessionParts:
     store: DiskStore | None
     frozen: dict[str, torch.Tensor]
     link: DeviceLink | None
+    base_nbytes: int
     notes: list[str]
 
 
@@ -87,6 +90,8 @@ class Session:
         self._kernel = parts.kernel
         self._store = parts.store
         self._link = parts.link
+        margin = max(64 * MiB, parts.plan.memory_nbytes // 10)
+        self._governor = MemoryGovernor(parts.base_nbytes + parts.plan.memory_nbytes, margin)
         self._threads = _native.ThreadPool(parts.plan.kernel_threads)
         self._hooks: HookSet | None = None
         self._committer = Committer(self, parts.store, parts.frozen)
@@ -97,6 +102,7 @@ class Session:
         self._skipped = False
         self._owner_pid = os.getpid()
         self._closed = False
+        self._entered = -1
         self._previous: SubmittedStep[StepWork] | None = None
         self.optimizer = TieredOptimizer(parts.groups, parts.defaults, parts.kind, self)
         self._executor = Executor(
@@ -132,7 +138,7 @@ class Session:
             self._hooks.close()
         self._hooks = HookSet(self.model, {key: live.block.index for key, live in self._live.items()}, self._settle)
         self._hooks.handles += [
-            install_hook(live, self._wait_for_update) for live in self._live.values() if not live.on_device
+            install_hook(live, self._before_gradient) for live in self._live.values() if not live.on_device
         ]
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -300,8 +306,20 @@ class Session:
         chunks = self._blocks[block].chunks
         self._executor.wait(previous, [Key(Kind.UPDATE, block, chunks[-1].index)], cause="update")
 
+    def _before_gradient(self, block: int) -> None:
+        """Before a fresh gradient goes into the pool: a stale graph may run while the memory is still in use."""
+        self._enter(block)
+        self._wait_for_update(block)
+
+    def _enter(self, block: int) -> None:
+        """The training thread comes to another block: a place to look at memory."""
+        if block != self._entered:
+            self._entered = block
+            self._governor.check()
+
     def _settle(self, block: int) -> None:
         """Before a module that owns a parameter of ``block`` runs."""
+        self._enter(block)
         self._wait_for_update(block)
         if self._link is not None:
             self._link.order_before_compute(block)
@@ -339,6 +357,10 @@ class Session:
     def expect_checkpoint(self, every_steps: int) -> None:
         """Say that checkpoint() will be called after every so many steps; they are then written while they run."""
         self._committer.expect(every_steps)
+
+    def restore_rng(self) -> None:
+        """Put the random generators back to the restored step, after what drew from them since attach()."""
+        self._committer.restore_rng()
 
     @property
     def committed_step(self) -> int | None:
@@ -389,6 +411,7 @@ class Session:
                 self._hooks.close()
             self._executor.close()
             self._committer.close()
+            self._governor.close()
 
     def __enter__(self) -> Session:
         return self
