@@ -3,7 +3,7 @@
 
 NB_MODULE(_native, m) {
   // A thread pool may live as long as the interpreter; what is not freed at exit is no leak of ours to report.
-  nb::set_leak_warnings(false);
+  nanobind::set_leak_warnings(false);
   m.doc() = "The native core of Overspill: fused optimizer kernels, norms, checksums.";
   overspill::bind_system(m);
   overspill::bind_arrays(m);
