@@ -114,7 +114,7 @@ def worker(args: argparse.Namespace) -> None:
     params = sum(p.numel() for p in model.parameters())
     share = resident_share(args, params, base_nbytes)
     plan = Plan(
-        memory_nbytes=64 << 30,
+        memory_nbytes=budget_nbytes(args, base_nbytes),
         optimizer_state=Placement(host=share, disk=1 - share),
         state_format=StateFormat(master="fp32" if args.state_format == "fp32-master" else "split"),
         overlap=args.overlap,
@@ -198,6 +198,13 @@ def worker(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
+def budget_nbytes(args: argparse.Namespace, base_nbytes: int) -> int:
+    """What Overspill may use of the limit: interpreter and libraries (and their files) come off. 64 GiB without one."""
+    if not args.memory_mib:
+        return 64 << 30
+    return (args.memory_mib << 20) - base_nbytes - (args.files_mib << 20)
+
+
 def resident_share(args: argparse.Namespace, params: int, base_nbytes: int) -> float:
     """Which share of the optimizer state stays in memory: all, none, or what the limit leaves room for."""
     if args.resident_share is not None:
@@ -208,7 +215,13 @@ def resident_share(args: argparse.Namespace, params: int, base_nbytes: int) -> f
         raise SystemExit("--placement mixed needs --memory or --resident-share")
     weight = 2 if args.dtype == "bf16" else 4
     state = 8 if args.dtype == "fp32" else 12 if args.state_format == "fp32-master" else 10
-    fixed = base_nbytes + 2 * weight * params + (args.staging_mib << 20) + (args.activations_mib << 20)
+    fixed = (
+        base_nbytes
+        + (args.files_mib << 20)
+        + 2 * weight * params
+        + (args.staging_mib << 20)
+        + (args.activations_mib << 20)
+    )
     return max(0.0, min(1.0, ((args.memory_mib << 20) - fixed) / (state * params)))
 
 
@@ -272,6 +285,7 @@ def main() -> None:
     parser.add_argument("--resident-share", type=float, help="share of the state that stays in memory")
     parser.add_argument("--memory", dest="memory_mib", type=mebibytes, default=0, help='cgroup limit, as "1200MiB"')
     parser.add_argument("--activations-mib", type=int, default=220, help="room for activations, with --placement mixed")
+    parser.add_argument("--files-mib", type=int, default=80, help="pages of libraries that stay in use")
     parser.add_argument("--durability", default="checkpoint", help='"checkpoint", or a number of steps')
     parser.add_argument("--state-format", choices=["exact", "fp32-master"], default="exact")
     parser.add_argument("--overlap", choices=["step", "forward"], default="forward")
