@@ -110,9 +110,9 @@ def markdown(table: list[dict[str, Any]], facts: dict[str, Any]) -> str:
         "",
         f"`python benchmarks/peers.py`, {facts['rounds']} interleaved rounds, {facts['steps']} steps a run; "
         f"{facts['cores']} cores, {facts['memory_GiB']} GiB, {facts['machine']}. "
-        "Ratios are medians of one round's quotient. `other cpu`: cores that other processes took meanwhile.",
+        "Ratios are medians of one round's quotient. `other`: cores that other processes took meanwhile.",
         "",
-        "| case | system | step s (min to max) | of DeepSpeed's | limit MiB | peak RSS MiB | read + written GB | other cpu |",
+        "| case | system | step s (min to max) | of DeepSpeed's | limit MiB | peak MiB | read + written GB | other |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in table:
