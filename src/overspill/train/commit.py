@@ -25,7 +25,7 @@ from overspill.errors import OverspillError
 from overspill.plan import StateClass
 from overspill.tiers.disk import DiskStore, SlotSpec, TensorSpec
 from overspill.train.arrays import StateArray
-from overspill.train.live import LiveBlock, as_bytes
+from overspill.train.live import LiveBlock, LiveParameter, as_bytes, same_bytes
 from overspill.train.snapshot import Tracked, decode, encode, restore_rng, take_rng
 from overspill.train.work import StepWork
 
@@ -303,6 +303,13 @@ class Committer:
                 if self._store.is_written(slot.name):
                     held[slot.state_class] = held.get(slot.state_class, 0) + slot.nbytes
         return held
+
+    def holds_weights(self, live: LiveParameter) -> bool:
+        """The newest step is committed, and these are its weights, bit for bit."""
+        if self._store is None or live.steps == 0 or self._store.committed_step != self._session.step:
+            return False
+        mapped = self._store.map_tensor(live.block.slot_name("weights"), live.place.name)
+        return same_bytes(mapped, live.parameter.data)
 
     def close(self) -> None:
         if self._store is not None:

@@ -1,4 +1,4 @@
-"""Forward pre-hooks: a block's update is finished before a module that owns one of its parameters runs.
+"""Pre-hooks: a block's update is finished before a module that owns one of its parameters runs, is saved or loaded.
 
 A module waits for the parameters it owns itself, and for those of its children where they all belong to one block
 (a module may use a child's weight without running the child, as nn.MultiheadAttention does with its projection).
@@ -45,6 +45,11 @@ class HookSet:
                 self.handles.append(
                     module.register_forward_pre_hook(self._make(module, tuple(sorted(blocks)), is_root))
                 )
+            if own:
+                # state_dict() and load_state_dict() come to every module, so each answers for its own parameters.
+                before = self._make_wait(tuple(sorted(own)))
+                self.handles.append(module.register_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+                self.handles.append(module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
 
     def _make(self, module: nn.Module, blocks: tuple[int, ...], is_root: bool) -> Callable[[nn.Module, Any], None]:
         covered = {id(p) for p in module.parameters(recurse=False)}
@@ -63,6 +68,13 @@ class HookSet:
                 self._wait(block)
 
         return before_forward
+
+    def _make_wait(self, blocks: tuple[int, ...]) -> Callable[..., None]:
+        def before(*_: Any) -> None:
+            for block in blocks:
+                self._wait(block)
+
+        return before
 
     def settle(self, with_gradient: Iterable[nn.Parameter]) -> None:
         """After the first backward: blocks of parameters that got a gradient though no hook covers them."""

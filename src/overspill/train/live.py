@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,7 +22,9 @@ from overspill.schedule import ChunkPlan
 from overspill.tiers.host import Allocation, HostPool
 from overspill.train.arrays import StateArray, state_nbytes
 
-__all__ = ["LiveBlock", "LiveParameter", "StagingBuffer", "as_tensor", "place_weights"]
+__all__ = ["LiveBlock", "LiveParameter", "StagingBuffer", "as_tensor", "place_weights", "same_bytes"]
+
+_COMPARED_NBYTES = 1024 * 1024
 
 
 def as_tensor(allocation: Allocation, dtype: torch.dtype, numel: int, *, offset_nbytes: int = 0) -> torch.Tensor:
@@ -32,6 +35,16 @@ def as_tensor(allocation: Allocation, dtype: torch.dtype, numel: int, *, offset_
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a flat contiguous CPU tensor, writable."""
     return memoryview(tensor.view(torch.uint8).numpy().data)
+
+
+def same_bytes(array: np.ndarray[Any, Any], tensor: torch.Tensor) -> bool:
+    """Whether both hold the same bits; compared in pieces, since a comparison takes memory of its own."""
+    ours = array.reshape(-1).view(np.uint8)
+    theirs = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if ours.nbytes != theirs.nbytes:
+        return False
+    starts = range(0, ours.nbytes, _COMPARED_NBYTES)
+    return all(np.array_equal(ours[i : i + _COMPARED_NBYTES], theirs[i : i + _COMPARED_NBYTES]) for i in starts)
 
 
 @dataclass(eq=False)

@@ -253,7 +253,10 @@ class Session:
         for live in self._live.values():
             parameter = live.parameter
             if parameter._version != live.version:
-                live.resync, live.version = True, parameter._version
+                live.version = parameter._version
+                # A checkpoint that is loaded over the very weights it holds is no edit, and costs no master.
+                if not self._committer.holds_weights(live):
+                    live.resync = live.block.weights_dirty = True
                 if live.on_device:
                     live.weight.copy_(parameter.data)
             if not live.on_device and parameter.data_ptr() != live.weight.data_ptr():
@@ -269,7 +272,7 @@ class Session:
                 with torch.no_grad():
                     live.weight.copy_(parameter.data)
                 parameter.data = live.weight
-                live.resync = True
+                live.resync = live.block.weights_dirty = True
 
     def _adopt_unfrozen(self) -> None:
         """Parameters of the groups that were frozen at attach, and have a gradient now."""
@@ -388,10 +391,12 @@ class Session:
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         self.flush()
+        self._adopt_weights()
         return self._committer.state_dict()
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.flush()
+        self._adopt_weights()  # weights loaded before their optimizer state are the ones that its master belongs to
         self._committer.load_state_dict(state_dict)
 
     def adopt_group(self, group: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from overspill.errors import OverspillError
 from overspill.train.arrays import MASTER
-from overspill.train.live import LiveBlock, LiveParameter, as_bytes
+from overspill.train.live import LiveBlock, LiveParameter, as_bytes, same_bytes
 
 if TYPE_CHECKING:
     from overspill.tiers.disk import DiskStore
@@ -45,6 +45,8 @@ def _arrays(live: LiveParameter, store: DiskStore | None) -> dict[str, torch.Ten
     block, place = live.block, live.place
     arrays: dict[str, torch.Tensor] = {}
     for array in block.arrays:
+        if array.name == MASTER and live.resync:
+            continue  # the weights were edited: the master here is of the old ones, and is made anew at the next step
         if store is not None:
             mapped = store.map_tensor(block.slot_name(array.name), place.name)
             arrays[array.name] = _read_only(mapped, array.dtype).view(place.shape)
@@ -125,9 +127,7 @@ def _is_committed(block: LiveBlock, entries: dict[int, dict[str, Any]], store: D
             mapped = store.map_tensor(block.slot_name(array.name), live.place.name)
             if value is None or value.dtype is not array.dtype:
                 return False
-            ours = np.asarray(mapped).reshape(-1).view(np.uint8)
-            theirs = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            if not np.array_equal(ours, theirs):
+            if not same_bytes(mapped, value):
                 return False
     return True
 
