@@ -13,15 +13,12 @@ import os
 from pathlib import Path
 
 from overspill import _native
+from overspill.train.malloc import map_large_blocks
 
 __all__ = ["MemoryGovernor", "anonymous_nbytes"]
 
 _STATM = Path("/proc/self/statm")
 _WORTH_NBYTES = 16 * 1024 * 1024
-# Blocks from this size on are mapped and unmapped by themselves; forecast/activations.py counts on it. A limit set by
-# us also turns off glibc's habit of raising it to 32 MiB, which keeps whole logits in the heap.
-_MMAP_THRESHOLD_NBYTES = 8 * 1024 * 1024
-_TRIM_THRESHOLD_NBYTES = 32 * 1024 * 1024
 
 
 def anonymous_nbytes() -> int | None:
@@ -44,7 +41,7 @@ class MemoryGovernor:
     def __init__(self, limit_nbytes: int, margin_nbytes: int) -> None:
         self._threshold_nbytes = limit_nbytes - margin_nbytes
         self._floor_nbytes = 0
-        _native.set_malloc(_MMAP_THRESHOLD_NBYTES, _TRIM_THRESHOLD_NBYTES, 0)
+        map_large_blocks()
         self._descriptor = os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC) if _STATM.exists() else -1
         self.trims = 0
 
