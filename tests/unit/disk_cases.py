@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -59,5 +58,5 @@ def read(store: DiskStore, *, verify: bool = True) -> Content:
     return content
 
 
-def numel(spec: SlotSpec) -> int:
-    return prod(spec.shape)
+def names_in(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())

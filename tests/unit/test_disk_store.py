@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from disk_cases import SLOTS, commit, create, random_content, read, slot, write
+from disk_cases import SLOTS, commit, create, names_in, random_content, read, slot, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,14 +60,14 @@ def test_a_slot_that_is_written_in_part_cannot_be_committed(tmp_path: Path) -> N
 def test_a_working_version_may_be_rewritten_in_place_until_it_is_committed(tmp_path: Path) -> None:
     with create(tmp_path / "s") as store:
         commit(store, 1)
-        names = sorted(os.listdir(tmp_path / "s" / "slots"))
+        names = names_in(tmp_path / "s" / "slots")
         for seed in range(3, 6):
             content = random_content(SLOTS, seed)
             write(store, content)
             assert read(store) == content
         store.commit(store.prepare(2, {}))
         assert read(store) == content
-        assert sorted(os.listdir(tmp_path / "s" / "slots")) == names
+        assert names_in(tmp_path / "s" / "slots") == names
 
 
 def test_abandon_and_rollback_go_back_to_the_committed_step(tmp_path: Path) -> None:
@@ -131,11 +131,11 @@ def test_dropping_a_checkpoint_gives_its_files_back_to_the_store(tmp_path: Path)
         store.pin("a")
         commit(store, 2)
         store.unpin("a")
-        assert len(os.listdir(tmp_path / "s" / "slots")) == 3 * len(SLOTS)
+        assert len(names_in(tmp_path / "s" / "slots")) == 3 * len(SLOTS)
         assert store.pins() == []
         for step in (3, 4, 5):
             commit(store, step)
-        assert len(os.listdir(tmp_path / "s" / "slots")) == 3 * len(SLOTS)
+        assert len(names_in(tmp_path / "s" / "slots")) == 3 * len(SLOTS)
 
 
 def test_a_checkpoint_that_somebody_reads_is_not_overwritten_when_it_is_dropped(tmp_path: Path) -> None:
@@ -273,12 +273,12 @@ def test_any_length_and_alignment_is_written_and_read_exactly(
     content = random_content([spec], numel)[spec.name]
     edges = sorted({0, spec.nbytes, *(cut for cut in cuts if cut < spec.nbytes)})
     with create(path, [spec], pins=0, request_nbytes=4096, io=FaultyIO(direct=direct)) as store:
-        for start, end in data.draw(st.permutations(list(zip(edges, edges[1:], strict=False)))):
+        for start, end in data.draw(st.permutations(list(pairwise(edges)))):
             memory = bytearray(shift + end - start)
             memory[shift:] = content[start:end]
             store.write_from(spec.name, start, memoryview(memory)[shift:], checksum=checksum)
         store.commit(store.prepare(1, {}))
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in pairwise(edges):
             memory = bytearray(shift + end - start)
             store.read_into(spec.name, start, memoryview(memory)[shift:], verify=True)
             assert memory[shift:] == content[start:end]
@@ -291,7 +291,7 @@ def test_threads_that_meet_inside_a_page_do_not_lose_each_others_bytes(tmp_path:
     with create(tmp_path / "s", [spec]) as store:
         content = random_content([spec], 1)[spec.name]
         edges = [0, *range(1000, spec.nbytes, 1500), spec.nbytes]
-        ranges = list(zip(edges, edges[1:], strict=False))
+        ranges = list(pairwise(edges))
 
         def work(mine: list[tuple[int, int]]) -> None:
             for start, end in mine:
@@ -370,11 +370,11 @@ for counted, seen in (store.bytes_read - read_before, read_after - kernel_before
 def test_no_more_than_a_bounded_number_of_descriptors_stays_open(tmp_path: Path) -> None:
     slots = [slot(f"b{i:04d}.exp_avg", 16) for i in range(300)]
     with create(tmp_path / "s", slots, pins=0) as store:
-        before = len(os.listdir("/proc/self/fd"))
+        before = len(names_in(Path("/proc/self/fd")))
         commit(store, 1)
         read(store)
-        assert len(os.listdir("/proc/self/fd")) - before <= 128
-    assert len(os.listdir("/proc/self/fd")) < before
+        assert len(names_in(Path("/proc/self/fd"))) - before <= 128
+    assert len(names_in(Path("/proc/self/fd"))) < before
 
 
 def test_the_disk_tier_imports_no_torch() -> None:

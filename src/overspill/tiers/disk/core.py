@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -26,10 +26,13 @@ from overspill.tiers.disk.opening import Parts, SlotState
 from overspill.tiers.disk.pins import write_file
 from overspill.tiers.disk.pool import Descriptor
 from overspill.tiers.disk.reader import Damage
+from overspill.tiers.disk.space import free_reserve, hold_reserve
 from overspill.tiers.disk.transfer import Transfer
 from overspill.tiers.disk.version import Version
 
 __all__ = ["Prepared", "StoreCore"]
+
+RESERVE_NBYTES: Final = 16 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +49,7 @@ class StoreCore:
 
     def __init__(self, parts: Parts, *, request_nbytes: int, verify_reads: bool) -> None:
         self.directory: Path = parts.directory
-        self.notes: list[str] = parts.notes
+        self.notes = parts.notes
         self.reclaimed: list[str] = parts.reclaimed
         self._io = parts.io
         self._owner = parts.owner
@@ -59,6 +62,7 @@ class StoreCore:
         self._prepared: Prepared | None = None
         self._failure: BaseException | None = None
         self._broken = False  # a commit failed half way: only a new open can tell which step is committed
+        self._document_nbytes = 0
         self._closed: Literal["", "closed", "forked"] = ""
         self._lock = threading.RLock()  # who owns which version; held for microseconds
         self._control = threading.RLock()  # one prepare, commit, pin, … at a time; held over their I/O
@@ -207,7 +211,6 @@ class StoreCore:
         entry = self._pool.acquire(version.file)
         try:
             self._io.fdatasync(entry.fd, "slot-data")
-            version.unsynced = False
         except OSError as error:
             raise disk_error(error, entry.file.path, "sync state") from error
         finally:
@@ -223,7 +226,14 @@ class StoreCore:
         """The manifest beside the committed one, durable, with every slot file that it names."""
         path = self.directory / PREPARED
         self._pool.sync_names("slot-names")
-        write_file(self._io, path, encode(manifest), "manifest")
+        document = encode(manifest)
+        self._document_nbytes = len(document)
+        try:
+            write_file(self._io, path, document, "manifest")
+        except OverspillError as error:
+            if error.code != "OVS401" or not free_reserve(self._io, self.directory):
+                raise
+            write_file(self._io, path, document, "manifest")
         try:
             self._io.sync_directory(self.directory, "prepared-name")
         except OSError as error:
@@ -239,6 +249,8 @@ class StoreCore:
             failure = disk_error(error, path, "commit")
             self._failure, self._broken = failure, True
             raise failure from error
+        with suppress(OverspillError):  # the superseded manifest's space is free now; without it the next commit tries
+            hold_reserve(self._io, self.directory, RESERVE_NBYTES + 2 * self._document_nbytes)
 
     def _forget_next(self) -> None:
         path = self.directory / PREPARED
@@ -251,14 +263,8 @@ class StoreCore:
 
     def _drop_uncommitted(self) -> None:
         with self._lock:
-            failed = self._failure is not None
             for state in self._states.values():
-                for version in (state.prepared, state.working):
-                    if version is not None and failed and version.unsynced:
-                        with suppress(OverspillError):
-                            self._pool.discard(version.file)  # after a failed write or sync nothing is known of it
-                    else:
-                        self._release([version])
+                self._release([state.prepared, state.working])
                 state.prepared = state.working = None
             self._prepared = None
             self._failure = None
@@ -270,7 +276,7 @@ class StoreCore:
                 try:
                     self._pool.release(version.file)
                 except OverspillError as error:
-                    self.notes.append(f"{version.file.path} was not recycled: {error.message}")
+                    self.notes.say(f"{version.file.path} was not recycled: {error.message}")
 
     # fork
 

@@ -48,6 +48,14 @@ class SlotState:
     mapping: tuple[Version, weakref.ref[mmap.mmap]] | None = None
 
 
+class Notes(list[str]):
+    """Fallbacks taken, each said once."""
+
+    def say(self, text: str) -> None:
+        if text not in self:
+            self.append(text)
+
+
 @dataclass
 class Parts:
     """What a store is put together from."""
@@ -60,7 +68,7 @@ class Parts:
     pins: Pins
     manifest: Manifest
     states: dict[str, SlotState]
-    notes: list[str]
+    notes: Notes
     reclaimed: list[str] = field(default_factory=list)
 
 
@@ -97,16 +105,16 @@ def new_parts(
         _note_creation(io, directory, roots)
         elsewhere = [root.pins for root in roots if not root.at_home]
         make_directories(io, [home, *elsewhere, *(root.slots for root in roots)])
-        notes: list[str] = []
+        notes = Notes()
         pool = FilePool(io, roots)
-        pins = Pins(io, pool, roots, home, notes.append)
+        pins = Pins(io, pool, roots, home, notes.say)
         states = _new_states(slots, spread([slot.nbytes for slot in slots], list(weights) or [1.0] * len(roots)))
         parts = Parts(io, directory, owner, roots, pool, pins, _empty(run_id), states, notes)
         adopt(pool, roots, set(), Counter(), 0)
         need = files_needed(slots, [state.root for state in states.values()], sum(copies))
         check_space(io, roots, need, sum(copies))
         for index, root in enumerate(roots):
-            pool.direct[index] = probe_direct(io, root, notes.append)
+            pool.direct[index] = probe_direct(io, root, notes.say)
         try:
             reserve(pool, need)
         except BaseException:
@@ -210,13 +218,13 @@ def old_parts(
             damage = find_damage(io, written, manifest.piece_nbytes)
             if damage is not None:
                 raise damage.error(_offer(io, home))
-        notes: list[str] = []
+        notes = Notes()
         roots = [
             Root(directory, at_home=True) if name == "." else Root(Path(name), at_home=False)
             for name in manifest.directories
         ]
         pool = FilePool(io, roots)
-        pins = Pins(io, pool, roots, home, notes.append)
+        pins = Pins(io, pool, roots, home, notes.say)
         states = _new_states([row.spec for row in manifest.rows], [row.directory for row in manifest.rows])
         parts = Parts(io, directory, owner, roots, pool, pins, manifest, states, notes)
         for row, path in written:
@@ -230,7 +238,7 @@ def old_parts(
             io, [home, *(root.slots for root in roots), *(root.pins for root in roots if not root.at_home)]
         )
         for index, root in enumerate(roots):
-            pool.direct[index] = probe_direct(io, root, notes.append)
+            pool.direct[index] = probe_direct(io, root, notes.say)
         _reclaim(parts)
     except BaseException:
         owner.release()

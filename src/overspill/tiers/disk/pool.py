@@ -124,11 +124,6 @@ class FilePool:
             else:
                 self._drop(file)
 
-    def discard(self, file: SlotFile) -> None:
-        """As release, but never used again: its content after a failed sync is not known."""
-        with self._lock:
-            self._drop(file)
-
     def sync_names(self, label: str) -> None:
         """Files made, or brought in, since the last call are in their directories for good."""
         with self._lock:

@@ -21,9 +21,19 @@ from overspill.tiers.disk.pool import FilePool
 from overspill.tiers.disk.transfer import ADDRESS_ALIGN_NBYTES
 from overspill.units import format_nbytes
 
-__all__ = ["adopt", "check_space", "files_needed", "make_directories", "probe_direct", "reserve"]
+__all__ = [
+    "adopt",
+    "check_space",
+    "files_needed",
+    "free_reserve",
+    "hold_reserve",
+    "make_directories",
+    "probe_direct",
+    "reserve",
+]
 
 PROBE: Final = "probe.tmp"
+RESERVE: Final = "reserve.bin"
 
 
 def make_directories(io: FileIO, wanted: Sequence[Path]) -> None:
@@ -83,6 +93,29 @@ def reserve(pool: FilePool, need: Counter[tuple[int, int]]) -> None:
     for (root, nbytes), count in need.items():
         while pool.count_spares(root, nbytes) < count:
             pool.keep(pool.create(root, nbytes))
+
+
+def hold_reserve(io: FileIO, directory: Path, nbytes: int) -> None:
+    """Space for one manifest, so that a disk which others have filled cannot stop a commit. Raises OVS401."""
+    path = directory / RESERVE
+    fd = -1
+    try:
+        fd = io.open(path, os.O_RDWR | os.O_CREAT)
+        io.allocate(fd, nbytes)
+    except OSError as error:
+        raise disk_error(error, path, "reserve space", need_nbytes=nbytes) from error
+    finally:
+        if fd >= 0:
+            io.close(fd)
+
+
+def free_reserve(io: FileIO, directory: Path) -> bool:
+    """Give the reserve up for the manifest that is being written; False when it is gone already."""
+    try:
+        io.unlink(directory / RESERVE)
+    except OSError:
+        return False
+    return True
 
 
 def probe_direct(io: FileIO, root: Root, note: Callable[[str], None]) -> bool:

@@ -72,7 +72,6 @@ class Version:
         self.hashed: npt.NDArray[np.bool_] = np.zeros(n_pieces, dtype=np.bool_)
         self.written = Ranges()
         self.writers = 0
-        self.unsynced = False
         self.step: int | None = None
 
     @classmethod
@@ -96,7 +95,6 @@ class Version:
 
     def begin_write(self, start: int, end: int) -> None:
         self.writers += 1
-        self.unsynced = True
         self.written.remove(start, end)
         self.hashed[start // self.piece_nbytes : -(-end // self.piece_nbytes)] = False
 
