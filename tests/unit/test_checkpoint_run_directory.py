@@ -81,6 +81,38 @@ def test_a_start_that_fails_takes_back_all_it_made_and_nothing_else(tmp_path: Pa
     assert RunDirectory(path).create(_job(seed=5)).job().train.seed == 5
 
 
+@pytest.mark.parametrize("left", [("job.toml.new",), ("job.toml",), ("job.toml", "data"), ("job.toml", "run.json.new")])
+def test_a_start_that_was_killed_is_taken_over_by_the_next(tmp_path: Path, left: tuple[str, ...]) -> None:
+    path = tmp_path / "r"
+    path.mkdir()
+    for name in left:
+        if name == "data":
+            (path / name).mkdir()
+        else:
+            (path / name).write_text(job_text(_job()))
+    assert RunDirectory(path).create(_job(seed=5)).job().train.seed == 5
+
+
+def test_a_users_own_job_and_data_are_not_taken_for_a_killed_start(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with pytest.raises(OverspillError, match=r"OVS604.*data"):
+        RunDirectory(tmp_path).create(_job())
+    (tmp_path / "job.toml").write_text("[train]\nsteps = 3\n")
+    with pytest.raises(OverspillError, match="OVS604"):
+        RunDirectory(tmp_path).create(_job())
+    assert (tmp_path / "job.toml").read_text() == "[train]\nsteps = 3\n"
+
+
+def test_two_starts_in_one_directory_do_not_mix(tmp_path: Path) -> None:
+    first = RunDirectory(tmp_path / "r").create(_job())
+    with pytest.raises(OverspillError, match="OVS405"):
+        RunDirectory(tmp_path / "r").create(_job(seed=5))
+    first.write_identity(_identity())
+    with pytest.raises(OverspillError, match="OVS604"):
+        RunDirectory(tmp_path / "r").create(_job(seed=5))
+    assert first.job().train.seed == 0
+
+
 def test_a_finished_run_is_refused_until_more_steps_are_asked_for(tmp_path: Path) -> None:
     run = _made(tmp_path / "r")
     run.refuse_if_finished(run.job())

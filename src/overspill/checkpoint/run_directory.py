@@ -12,6 +12,7 @@ here is unpickled, and small files are replaced by a rename, so a crash leaves t
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import secrets
@@ -30,6 +31,9 @@ from overspill.schema import Frozen
 __all__ = ["RunDirectory", "RunIdentity", "RunSummary", "find_runs", "new_run_path"]
 
 FORMAT = 1
+JOB_HEAD = "# The job of this run, with every value in effect.\n"
+BEFORE_IDENTITY = {"job.toml", "job.toml.new", "run.json.new", "data", ".data.partial"}
+"""What there may be of a run whose start was killed before it had its identity."""
 
 
 class RunIdentity(Frozen):
@@ -99,16 +103,20 @@ class RunDirectory:
         self.checkpoints = self.state / "checkpoints"
         self.exports = self.path / "export"
         self._made = False
+        self._claim_fd = -1
 
     def create(self, job: Job) -> Self:
-        """Make the directory for a new run and put the job into it.
+        """Make the directory for a new run and put the job into it; a start that was killed is taken over.
 
-        Raises OverspillError: OVS602 or OVS604 when there is a run already, OVS402 when it cannot be made.
+        Raises OverspillError: OVS602 or OVS604 when there is a run already, OVS405 when another process is about to
+        make one, OVS402 when it cannot be made.
         """
         self.refuse_if_taken(job)
         self._made = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._claim()
+            self.refuse_if_taken(job)  # now that nobody else can begin
             self._write(self.job_file, job_text(job))
         except OSError as error:
             raise OverspillError(
@@ -139,14 +147,40 @@ class RunDirectory:
                 field=str(self.path),
                 next_step=f"`overspill resume {self.path}` goes on with it; or choose another --run.",
             )
-        strangers = sorted(entry.name for entry in self.path.iterdir())
-        if strangers:
+        names = {entry.name for entry in self.path.iterdir()}
+        strangers = sorted(names)
+        if strangers and not (names <= BEFORE_IDENTITY and self._is_our_job(names)):
             raise OverspillError(
                 "OVS604",
                 f"The run directory is not empty: it holds {strangers[0]}.",
                 field=str(self.path),
                 next_step="Choose another --run, or an empty directory.",
             )
+
+    def _is_our_job(self, names: set[str]) -> bool:
+        """The job file that `create` writes first, perhaps not yet under its name; a user's own looks different."""
+        if names == {"job.toml.new"}:
+            return True
+        try:
+            return self.job_file.read_text(encoding="utf-8").startswith(JOB_HEAD)
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    def _claim(self) -> None:
+        """Until the run has its identity, keep others from beginning one here. The lock dies with its process."""
+        self._claim_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._claim_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._give_up_claim()
+            raise OverspillError(
+                "OVS405", "Another process begins a run in this directory.", field=str(self.path)
+            ) from None
+
+    def _give_up_claim(self) -> None:
+        if self._claim_fd >= 0:
+            os.close(self._claim_fd)
+            self._claim_fd = -1
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
@@ -163,6 +197,7 @@ class RunDirectory:
 
     def write_identity(self, identity: RunIdentity) -> None:
         self._write(self.identity_file, identity.model_dump_json(indent=2) + "\n")
+        self._give_up_claim()
 
     def job(self) -> Job:
         return read_job(self.job_file)
@@ -249,6 +284,7 @@ class RunDirectory:
                 entry.unlink(missing_ok=True)
         if self._made:
             self.path.rmdir()
+        self._give_up_claim()
 
     def _distant_roots(self) -> list[Path]:
         """Directories outside of the run (plan.directories) that the store made for itself."""
@@ -287,7 +323,7 @@ def job_text(job: Job) -> str:
     data = job.model_dump(mode="json", exclude_none=True)
     if job.optimizer.max_grad_norm is None:
         data["optimizer"]["max_grad_norm"] = 0  # leaving it out would mean the default, not "off"
-    return "# The job of this run, with every value in effect.\n" + tomlkit.dumps(data)
+    return JOB_HEAD + tomlkit.dumps(data)
 
 
 def new_run_path(job_file: Path, *, parent: Path) -> Path:

@@ -20,7 +20,7 @@ from overspill.errors import OverspillError
 from overspill.job import Job
 from overspill.observe.compare import Measured
 from overspill.observe.memory import MemorySampler, anonymous_nbytes
-from overspill.observe.metrics import truncate_metrics
+from overspill.observe.metrics import last_row, truncate_metrics
 from overspill.plan import Plan
 from overspill.report import StepReport
 
@@ -39,6 +39,7 @@ from overspill.interop.hf import (  # noqa: E402
 )
 from overspill.interop.weights import checkpoint_entries, initialise_weights, load_weights  # noqa: E402
 from overspill.tiers.disk import DiskStore  # noqa: E402
+from overspill.tiers.disk.manifest import MANIFEST  # noqa: E402
 from overspill.train import Session, attach  # noqa: E402
 from overspill.train.data import BatchSource, PreparedData, eval_batches, prepare_data, steps_in  # noqa: E402
 from overspill.train.loop import LoopSettings, StopFlag, TrainingLoop, seed_all  # noqa: E402
@@ -130,12 +131,16 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
             value=identity.model_digest,
             limit=there.model_digest,
         )
+    if not resume:
+        run.write_identity(identity)
     dropped = go_back(run, checkpoint) if checkpoint is not None else []
+    # A start that was killed before its store stood has nothing to come back to. One that has rows had a store.
+    from_store = resume and ((run.state / MANIFEST).exists() or last_row(run.metrics_file) is not None)
     with ExitStack() as closing:
         memory = MemorySampler(base_nbytes)
         memory.start()
         closing.callback(memory.close)
-        session = attach(model, optimizer=job.optimizer, plan=plan, directory=run.state, resume=resume)
+        session = attach(model, optimizer=job.optimizer, plan=plan, directory=run.state, resume=from_store)
         closing.callback(session.close)
         if session.restored is None:
             fill(model, job)
@@ -155,9 +160,7 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         if settings.save_every:
             session.expect_checkpoint(settings.save_every)
         notes = [*session.notes]
-        if not resume:
-            run.write_identity(identity)
-        else:
+        if resume:
             notes += _resume_notes(run, session)
             if dropped:
                 notes.append(f"Checkpoints of the steps that are done again were dropped: {', '.join(dropped)}.")

@@ -142,16 +142,16 @@ class TrainingLoop:
         eval_loss: float | None = None
         batches = iter(self._batches)
         self._model.train()
+        if session.restored is not None and self._is_checkpoint_due():
+            saved = self._checkpoint()  # a crash may have come between this step's commit and its checkpoint
         while session.step < settings.total_steps and not self._stop.requested:
             report, begun = self._one_step(batches, begun)
             tokens += report.tokens
             eval_loss = report.eval_loss if report.eval_loss is not None else eval_loss
             self._on_step(report)
             session.step_boundary(extra=self._extra())
-            due = settings.save_every and session.step % settings.save_every == 0
-            if due or session.step >= settings.total_steps or self._stop.requested:
-                saved = checkpoint_name(session.step)
-                session.checkpoint(saved)
+            if self._is_checkpoint_due() or self._stop.requested:
+                saved = self._checkpoint()
         return LoopResult(
             step=session.step,
             finished=session.step >= settings.total_steps,
@@ -161,6 +161,15 @@ class TrainingLoop:
             seconds=time.perf_counter() - first,
             checkpoint=saved,
         )
+
+    def _is_checkpoint_due(self) -> bool:
+        step, settings = self._session.step, self._settings
+        return step >= settings.total_steps or (bool(settings.save_every) and step % settings.save_every == 0)
+
+    def _checkpoint(self) -> str:
+        name = checkpoint_name(self._session.step)
+        self._session.checkpoint(name)
+        return name
 
     def _one_step(self, batches: Iterator[Batch], begun: float) -> tuple[StepReport, float]:
         """One optimizer step. ``begun`` is when the step before it was reported, so that seconds add up to the run."""
