@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from overspill.plan import Durability, Overlap, Placement, Plan
 from overspill.report import StepReport
 from overspill.train import attach
 from overspill.train.data.dataset import IGNORED
+from overspill.train.executor import SubmittedStep
 from overspill.train.loop import Batch, LoopSettings, StopFlag, TrainingLoop, seed_all
 from overspill.train.lr import lr_scheduler
 from overspill.train.session import Session
@@ -265,3 +267,17 @@ def test_an_edit_of_one_parameter_is_no_edit_of_its_neighbours() -> None:
     after = [parameter._version for parameter in model.parameters()]
     session.close()
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 0, 0]
+
+
+def test_steps_that_are_over_leave_nothing_behind(tmp_path: Path) -> None:
+    run = Run(_plan(disk=True), tmp_path, LoopSettings(25))
+    alive: list[int] = []
+
+    def on_step(report: StepReport) -> None:
+        gc.collect()
+        alive.append(sum(isinstance(item, SubmittedStep) for item in gc.get_objects()))
+
+    run.loop._on_step = on_step
+    run.loop.run()
+    run.session.close()
+    assert max(alive[5:]) <= 4  # the one under way, the one before it, the one handed over ahead

@@ -44,6 +44,7 @@ from overspill.train import Session, attach  # noqa: E402
 from overspill.train.data import BatchSource, PreparedData, eval_batches, prepare_data, steps_in  # noqa: E402
 from overspill.train.loop import LoopSettings, StopFlag, TrainingLoop, seed_all  # noqa: E402
 from overspill.train.lr import lr_scheduler  # noqa: E402
+from overspill.train.malloc import trim_before_logits  # noqa: E402
 
 __all__ = ["Parts", "assemble", "compute_threads"]
 
@@ -142,6 +143,7 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         closing.callback(memory.close)
         session = attach(model, optimizer=job.optimizer, plan=plan, directory=run.state, resume=from_store)
         closing.callback(session.close)
+        trim_before_logits(model)
         if session.restored is None:
             fill(model, job)
             # Only now: what building and filling drew from the generators must not decide what training draws.

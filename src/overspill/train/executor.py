@@ -129,10 +129,17 @@ class Executor(Generic[W]):
     # -- the compute lane --------------------------------------------------------------------------------------
 
     def reach(self, step: SubmittedStep[W], key: Key, *, cause: str) -> None:
-        """Wait for what ``key`` of the compute lane comes after, then mark it done."""
-        task = step.tasks[key]
-        self._wait([t for t in task.after if t.op.lane is not Lane.COMPUTE], cause)
-        task.done.set()
+        """Wait for what ``key`` of the compute lane comes after, then mark it done, with all that comes before it there.
+
+        The user's thread says only where it waits, not each forward and backward that it passes.
+        """
+        self._wait([t for t in step.tasks[key].after if t.op.lane is not Lane.COMPUTE], cause)
+        for task in step.tasks.values():
+            if task.op.lane is Lane.COMPUTE:
+                task.after = []  # as on the lanes: a step must not keep the steps before it alive
+                task.done.set()
+            if task.op.key == key:
+                break
 
     def wait(self, step: SubmittedStep[W], keys: Iterable[Key], *, cause: str) -> None:
         """Wait for operations of ``step``; keys that it does not have are done."""
