@@ -129,7 +129,7 @@ class Executor(Generic[W]):
     # -- the compute lane --------------------------------------------------------------------------------------
 
     def reach(self, step: SubmittedStep[W], key: Key, *, cause: str) -> None:
-        """Wait for what ``key`` of the compute lane comes after, then mark it done, with all that comes before it there.
+        """Wait for what ``key`` of the compute lane comes after, then mark it and what it follows there done.
 
         The user's thread says only where it waits, not each forward and backward that it passes.
         """
