@@ -275,7 +275,7 @@ def test_steps_that_are_over_leave_nothing_behind(tmp_path: Path) -> None:
 
     def on_step(report: StepReport) -> None:
         gc.collect()
-        alive.append(sum(isinstance(item, SubmittedStep) for item in gc.get_objects()))
+        alive.append(sum(type(item) is SubmittedStep for item in gc.get_objects()))
 
     run.loop._on_step = on_step
     run.loop.run()
