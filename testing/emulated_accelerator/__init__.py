@@ -32,8 +32,8 @@ __all__ = [
     "fail_copy",
     "hold",
     "is_registered",
-    "poison_fresh",
     "poison_freed",
+    "poison_fresh",
     "record_operations",
     "register",
     "register_host_memory",
@@ -112,13 +112,14 @@ def register() -> None:
         return
     library = build()
     import torch
+    from torch.utils import backend_registration
 
     from testing.emulated_accelerator._device_module import make_device_module
 
-    torch.utils.rename_privateuse1_backend(DEVICE_NAME)
+    backend_registration.rename_privateuse1_backend(DEVICE_NAME)
     extension = load_extension(library)
-    torch._register_device_module(DEVICE_NAME, make_device_module(extension))
-    torch.utils.generate_methods_for_privateuse1_backend()
+    torch._register_device_module(DEVICE_NAME, make_device_module(extension))  # type: ignore[no-untyped-call]
+    backend_registration.generate_methods_for_privateuse1_backend()
     # Python's exit must not pull PyTorch away from under a stream that still works.
     atexit.register(_finish)
     _extension = extension

@@ -47,6 +47,7 @@ def make_device_module(extension: ModuleType) -> ModuleType:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "init": lambda: None,
+        "_initialized": True,  # what torch.utils.checkpoint asks before it keeps the generator's state
         "device": _Device,
         "device_count": lambda: 1,
         "current_device": lambda: 0,

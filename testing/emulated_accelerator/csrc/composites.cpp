@@ -5,11 +5,12 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
-#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -30,6 +31,10 @@ at::Tensor dropout(const at::Tensor& input, double p, bool train) {
 at::Tensor attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
     double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  if (query.key_set().has(c10::DispatchKey::Python)) {  // a fake tensor, or another subclass without memory of its own
+    return at::native::scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
+  }
   // The CPU's own choice, by what it sees of the operands (never their data).
   std::vector<BlockPtr> unread;
   const auto seen = [&](const at::Tensor& tensor) {
@@ -45,7 +50,7 @@ at::Tensor attention(
     }
     seen_mask = seen(*bias);
   }
-  const auto choice = at::_fused_sdp_choice(
+  const auto choice = at::native::_fused_sdp_choice_cpp(
       seen(query), seen(key), seen(value), seen_mask, dropout_p, is_causal, scale, enable_gqa);
   if (static_cast<sdp::SDPBackend>(choice) == sdp::SDPBackend::flash_attention) {
     return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(

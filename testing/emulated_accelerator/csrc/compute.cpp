@@ -51,7 +51,9 @@ bool is_generator(const c10::Argument& argument) {
   return type->kind() == c10::TypeKind::GeneratorType;
 }
 
+// A scalar from the host keeps its value: some meta kernels are Python, which gets it as a number.
 at::Tensor as_meta(const at::Tensor& tensor) {
+  if (tensor.is_cpu() && tensor.dim() == 0) return tensor;
   const c10::InferenceMode off(false);
   auto meta = at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -84,6 +86,10 @@ class Call {
     check_not_forked();
     const auto full_name = c10::toString(op_.operator_name());
     if (host_synchronous_operators().has(full_name) || !infer()) {
+      struct Inside {
+        Inside() { inside_cpu_fallback = true; }
+        ~Inside() { inside_cpu_fallback = false; }
+      } inside;
       at::native::cpu_fallback(op_, stack_);
       host_synchronous_operators().add(full_name);
       return;
@@ -108,7 +114,7 @@ class Call {
       const at::AutoDispatchBelowADInplaceOrView no_autograd;
       op_.callBoxed(&meta_results_);
     } catch (const std::exception&) {
-      return false;  // no meta kernel, or the caller's mistake: the CPU kernel says it better
+          return false;  // no meta kernel, or the caller's mistake: the CPU kernel says it better
     }
     for (size_t i = 0; i < arguments_.size(); ++i) {
       const auto* alias = schema_.arguments()[i].alias_info();
@@ -154,15 +160,35 @@ class Call {
     TORCH_CHECK(false, name_, " returns an alias of none of its arguments.");
   }
 
+  // A tensor that the CPU kernel writes to, and where its bytes must be afterwards. A kernel may use an `out=` tensor
+  // as scratch of another shape (mse_loss does), which then has moved.
+  struct Output {
+    at::Tensor written;
+    at::Tensor target;
+
+    void settle(const std::string& operation) const {
+      TORCH_CHECK(
+          written.sizes() == target.sizes() && written.scalar_type() == target.scalar_type(), operation,
+          ": the CPU kernel and the meta kernel disagree on the result.");
+      if (written.const_data_ptr() != target.const_data_ptr()) target.copy_(written);
+    }
+  };
+
   void queue(const std::vector<IValue>& results) {
     std::vector<BlockPtr> blocks;
+    std::vector<Output> outputs;
     uint64_t nbytes = 0;
     bool draws = false;
     Stack operands;
     for (size_t i = 0; i < arguments_.size(); ++i) {
+      const auto* alias = schema_.arguments()[i].alias_info();
       operands.push_back(with_tensors(arguments_[i], [&](const at::Tensor& tensor) {
         nbytes += tensor.nbytes();
-        return is_on_device(tensor) ? view(tensor, blocks) : host_operand(tensor, name_);
+        if (!is_on_device(tensor)) return host_operand(tensor, name_);
+        auto operand = device_view(tensor, blocks, alias && alias->isWrite());
+        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) operand.unsafeGetTensorImpl()->set_wrapped_number(true);
+        if (alias && alias->isWrite()) outputs.push_back({operand, device_view(tensor, blocks)});
+        return operand;
       }));
       if (arguments_[i].isDevice()) operands.back() = c10::Device(at::kCPU);
       if (is_generator(schema_.arguments()[i])) {
@@ -171,42 +197,34 @@ class Call {
       }
     }
     // A fresh result of the CPU kernel is copied to where the caller was told that it will be.
-    std::vector<at::Tensor> targets;
+    std::vector<at::Tensor> fresh;
     for (size_t i = 0; i < results.size(); ++i) {
       if (schema_.returns()[i].alias_info()) continue;
       with_tensors(results[i], [&](const at::Tensor& tensor) {
         nbytes += tensor.nbytes();
-        targets.push_back(device_view(tensor, blocks));
+        fresh.push_back(device_view(tensor, blocks));
         return tensor;
       });
     }
-    auto task = [op = op_, operands = std::move(operands), targets = std::move(targets),
+    auto task = [op = op_, operands = std::move(operands), outputs = std::move(outputs), fresh = std::move(fresh),
                  threads = at::get_num_threads()] {
       if (at::get_num_threads() != threads) at::set_num_threads(threads);
+      const auto& returns = op.schema().returns();
       Stack stack = operands;
       op.callBoxed(&stack);
-      auto target = targets.begin();
-      const auto& returns = op.schema().returns();
+      for (const auto& output : outputs) output.settle(op.schema().name());
+      auto target = fresh.begin();
       for (size_t i = 0; i < returns.size(); ++i) {
         if (returns[i].alias_info()) continue;
         with_tensors(stack[i], [&](const at::Tensor& tensor) {
-          TORCH_CHECK(
-              target != targets.end() && target->sizes() == tensor.sizes() &&
-                  target->scalar_type() == tensor.scalar_type(),
-              op.schema().name(), ": the CPU kernel and the meta kernel disagree on the result.");
-          (target++)->copy_(tensor);
+          TORCH_CHECK(target != fresh.end(), op.schema().name(), " returned more tensors than its meta kernel.");
+          Output{tensor, *target++}.settle(op.schema().name());
           return tensor;
         });
       }
     };
     launch(name_, Lane::compute, nbytes, std::move(blocks), std::move(task));
     if (draws) wait_for_current_stream();
-  }
-
-  static at::Tensor view(const at::Tensor& tensor, std::vector<BlockPtr>& blocks) {
-    auto seen = device_view(tensor, blocks);
-    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) seen.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return seen;
   }
 
   static at::Generator generator(const IValue& argument) {
@@ -234,4 +252,23 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 }
 
 }  // namespace
+
+// An operator may have a kernel for the CPU and a recipe of other operators for every other device (silu_backward has).
+// The recipe would come before the fallback, and round differently: take the CPU's kernel for these, too.
+void prefer_cpu_kernels() {
+  static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (!op || name.getNamespace() != std::optional<std::string_view>("aten")) continue;
+    const bool has_recipe = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+    if (!has_recipe || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+      continue;
+    }
+    library->impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_device>());
+  }
+}
+
 }  // namespace emulated

@@ -69,6 +69,7 @@ py::list take_operations() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
   install();
+  prefer_cpu_kernels();
 
   m.def("in_forked_child", [] { return in_forked_child.load(); });
   m.def("set_link", [](const std::string& lane, double rate) { link(lane_named(lane)).set_bytes_per_s(rate); });

@@ -24,6 +24,12 @@ void wait_for_current_stream() {
   pending_error().raise();
 }
 
+namespace {
+struct SilentWarnings final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+}  // namespace
+
 void launch(std::string name, Lane lane, uint64_t nbytes, std::vector<BlockPtr> blocks, std::function<void()> task) {
   const auto stream = current_stream;
   auto run = [name = std::move(name), lane, nbytes, stream, blocks = std::move(blocks), task = std::move(task)] {
@@ -36,17 +42,25 @@ void launch(std::string name, Lane lane, uint64_t nbytes, std::vector<BlockPtr> 
       std::this_thread::sleep_for(std::chrono::duration<double>(slowness));
     }
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    SilentWarnings silent;  // the meta kernel has warned already, where Python hears it
+    const c10::WarningUtils::WarningHandlerGuard silence(&silent);
     task();
   };
   stream_queue(current_stream).enqueue(std::move(run));
   if (settings.launch_blocking) wait_for_current_stream();
 }
 
-at::Tensor device_view(const at::Tensor& tensor, std::vector<BlockPtr>& blocks) {
+at::Tensor device_view(const at::Tensor& tensor, std::vector<BlockPtr>& blocks, bool resizable) {
   const c10::InferenceMode off(false);
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   auto block = DeviceMemory::block_of(tensor.storage());
-  if (!block) return at::from_blob(nullptr, tensor.sizes(), tensor.strides(), options);
+  auto view = [&](char* bytes) {
+    auto&& maker = at::for_blob(bytes, tensor.sizes());
+    maker.strides(tensor.strides()).options(options);
+    if (resizable) maker.resizeable_storage().allocator(c10::GetAllocator(at::kCPU));
+    return maker.make_tensor();
+  };
+  if (!block) return view(nullptr);
   const size_t offset = tensor.storage_offset() * tensor.itemsize();
   const size_t extent = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
   TORCH_CHECK(
@@ -54,7 +68,7 @@ at::Tensor device_view(const at::Tensor& tensor, std::vector<BlockPtr>& blocks) 
       block->nbytes, ".");
   char* bytes = block->bytes + offset;
   blocks.push_back(std::move(block));
-  return at::from_blob(bytes, tensor.sizes(), tensor.strides(), options);
+  return view(bytes);
 }
 
 void resize_storage(const c10::Storage& storage, size_t nbytes) {
@@ -129,6 +143,13 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     host_view = at::from_blob(const_cast<void*>(host.const_data_ptr()), host.sizes(), host.strides(), options);
   }
   auto on_device = device_view(to_device ? to : from, blocks);
+  if (inside_cpu_fallback) {
+    const auto& target = to_device ? on_device : host_view;
+    const auto& source = to_device ? host_view : on_device;
+    launch("fallback", Lane::compute, to.nbytes(), std::move(blocks), [source, target] { target.copy_(source); });
+    wait_for_current_stream();
+    return to;
+  }
   auto move = to_device ? transfer(host_view, on_device, lane) : transfer(on_device, host_view, lane);
   launch(kLaneNames[static_cast<int>(lane)], lane, to.nbytes(), std::move(blocks), [pinned, move] { move(); });
   if (!non_blocking || !pinned) {

@@ -14,12 +14,17 @@ void launch(std::string name, Lane lane, uint64_t nbytes, std::vector<BlockPtr> 
 // Waits for the current stream and raises what went wrong.
 void wait_for_current_stream();
 
-// The CPU view; adds the tensor's block, if it has one, to `blocks`.
-at::Tensor device_view(const at::Tensor& tensor, std::vector<BlockPtr>& blocks);
+// The CPU view; adds the tensor's block, if it has one, to `blocks`. A resizable one moves to the CPU's memory when
+// a kernel makes it larger.
+at::Tensor device_view(const at::Tensor& tensor, std::vector<BlockPtr>& blocks, bool resizable = false);
 
 // New bytes for a storage, holding as many of the old ones as fit, copied in the order of the current stream.
 void resize_storage(const c10::Storage& storage, size_t nbytes);
 
-void install();  // allocators and hooks (device.cpp)
+// Set while PyTorch's CPU fallback runs: what it copies is part of a computation and takes no time on the link.
+inline thread_local bool inside_cpu_fallback = false;
+
+void install();             // allocators and hooks (device.cpp)
+void prefer_cpu_kernels();  // (compute.cpp)
 
 }  // namespace emulated
