@@ -139,10 +139,13 @@ class FileIO:
         return path.lstat()
 
     def exists(self, path: Path) -> bool:
+        """Raises OverspillError OVS402 or OVS403 where that cannot be known, as below a closed directory."""
         try:
             self.status(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as error:
+            raise disk_error(error, path, "look at this path") from error
         return True
 
     def free_nbytes(self, path: Path) -> int:
