@@ -10,6 +10,7 @@ import json
 import mmap
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from overspill.tiers.disk.version import Version
 
 __all__ = ["Prepared", "StoreCore"]
 
+SYNC_THREADS: Final = 4
 RESERVE_NBYTES: Final = 16 * 1024
 
 
@@ -189,7 +191,18 @@ class StoreCore:
                 self._states[name].prepared, self._states[name].working = version, None
             return versions
 
-    def _hash_rest(self, name: str, version: Version) -> None:
+    def _finish_files(self, versions: Mapping[str, Version]) -> None:
+        """Hash what is left and sync, several files at once: a device merges flushes that wait together."""
+
+        def finish(version: Version) -> None:
+            self._hash_rest(version)
+            self._sync(version)
+
+        with ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="overspill-sync") as threads:
+            for _ in threads.map(finish, versions.values()):
+                pass
+
+    def _hash_rest(self, version: Version) -> None:
         """Read back the pieces that were not hashed when they were written."""
         todo = np.flatnonzero(~version.hashed)
         if len(todo) == 0:

@@ -271,10 +271,7 @@ class DiskStore(StoreCore):
         with self._control:
             versions = self._take_working(step, extra)
             try:
-                for name, version in versions.items():
-                    self._hash_rest(name, version)
-                for version in versions.values():
-                    self._sync(version)
+                self._finish_files(versions)
                 rows = [self._row(state, versions.get(name) or state.committed) for name, state in self._states.items()]
                 steps = self._head.param_steps if param_steps is None else param_steps
                 manifest = replace(self._head, step=step, extra=extra, rows=rows, param_steps=steps)
