@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +14,24 @@ from overspill import _native
 from tests.unit.native_cases import make_chunk, update
 
 
-def thread_count() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
+def thread_ids() -> set[str]:
+    return {entry.name for entry in Path("/proc/self/task").iterdir()}
 
 
 def test_the_caller_counts_as_one_thread_and_the_others_end_with_the_pool() -> None:
-    before = thread_count()
-    pool = _native.ThreadPool(3)
-    assert pool.threads == 3 and thread_count() == before + 2
+    before = thread_ids()
     alone = _native.ThreadPool(1)
-    assert alone.threads == 1 and thread_count() == before + 2
+    assert alone.threads == 1 and thread_ids() <= before
+    pool = _native.ThreadPool(3)
+    ours = thread_ids() - before
+    assert pool.threads == 3 and len(ours) == 2
     del pool
-    assert thread_count() == before
+    # A joined thread stays listed until the kernel has cleaned up after it.
+    for _ in range(1000):
+        if not ours & thread_ids():
+            break
+        time.sleep(0.01)
+    assert not ours & thread_ids()
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1025])
