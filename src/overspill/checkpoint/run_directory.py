@@ -246,16 +246,12 @@ class RunDirectory:
         return self.checkpoints / name
 
     def nbytes(self) -> int:
-        """Disk space taken, hard links once."""
-        seen: dict[tuple[int, int], int] = {}
-        for folder, _, names in os.walk(self.path):
-            for name in names:
-                try:
-                    stat = (Path(folder) / name).lstat()
-                except FileNotFoundError:  # a running session recycles files while we look
-                    continue
-                seen[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
-        return sum(seen.values())
+        """Disk space taken by the run's directory, hard links once."""
+        return _disk_nbytes([self.path])
+
+    def state_nbytes(self) -> int:
+        """Disk space taken by the store and its checkpoints, on whatever disks they are."""
+        return _disk_nbytes([self.state, *self._distant_roots()])
 
     def remove(self) -> None:
         """Delete the run with all its checkpoints, and its state on other disks.
@@ -314,6 +310,19 @@ class RunDirectory:
             out.flush()
             os.fsync(out.fileno())
         new.replace(file)
+
+
+def _disk_nbytes(places: list[Path]) -> int:
+    seen: dict[tuple[int, int], int] = {}
+    for place in places:
+        for folder, _, names in os.walk(place):
+            for name in names:
+                try:
+                    stat = (Path(folder) / name).lstat()
+                except FileNotFoundError:  # a running session recycles files while we look
+                    continue
+                seen[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
+    return sum(seen.values())
 
 
 def job_text(job: Job) -> str:

@@ -91,6 +91,7 @@ def _run(run: RunDirectory, job: Job, *, resume: bool, checkpoint: str | None, a
 
 
 def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: Parts, *, as_json: bool) -> int:
+    from overspill.cli.forecast import comparison as compare
     from overspill.observe.metrics import MetricsWriter
     from overspill.observe.progress import open_progress
     from overspill.report import StepReport
@@ -112,7 +113,7 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
             raise
         view.close()
     parts.measured.finish(parts.memory.peak_nbytes)
-    comparison = parts.measured.compare(plan, forecast)
+    comparison = compare(plan, forecast, parts.measured, run.state_nbytes())
     _save_summary(run, job, parts, result, comparison)
     _say_end(run, parts, result, comparison, as_json=as_json)
     return 0 if result.finished else INTERRUPTED
