@@ -48,6 +48,7 @@ class DecoderFacts:
     hidden_dropout: float = 0.0
     attention: Literal["flash", "math", "eager"] = "flash"
     logits_softcap: bool = False
+    parallel_residual: bool = False
 
     @property
     def query_width(self) -> int:
@@ -260,6 +261,7 @@ def _gpt_neox(config: _Config) -> Decoder:
         activation=str(config.get("hidden_act", "gelu")),
         hidden_dropout=float(config.get("hidden_dropout", 0.0)),
         attention="math" if float(config.get("attention_dropout", 0.0)) > 0 else "flash",
+        parallel_residual=bool(config.get("use_parallel_residual", True)),
     )
     bias = bool(config.get("attention_bias", True))
 

@@ -1,0 +1,226 @@
+"""Activations, logits and scratch of one micro-batch on a CPU, phase by phase: what torch takes from malloc.
+
+Each function is one named formula of docs/theory/memory.md; the names there are those in the docstrings here. Read
+off the tensors that transformers 5.24 and torch 2.13 save (saved-tensor hooks) and off the profiler's memory events;
+benchmarks/activations.py measures the peak in a fresh process and prints it beside these. It knows decoders with
+torch's own cross-entropy on the CPU, and assumes that freed memory goes back to the kernel ([Note: Malloc]).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from overspill.model import DecoderFacts, ModelShape
+from overspill.units import MiB
+
+__all__ = ["Batch", "Phase", "activation_phases", "boundary_bytes_per_token", "saved_bytes_per_token"]
+
+# [Note: Malloc] glibc (seen: 2.36) cannot give a freed aligned block to the next request of the same size, so a
+# heap of activations grows to 1.2 to 1.4 times what is alive, and keeps it. The session therefore maps large blocks
+# (M_MMAP_THRESHOLD) and calls malloc_trim before the loss; measured that way, the peak is what is alive plus two
+# runs of the heap that are partly in use. During the forward and a recomputation the holes are still there.
+MMAP_THRESHOLD_NBYTES: Final = 8 * MiB
+HEAP_RUNS: Final = 2
+#: Share of the saved activations that freed blocks between them add where the heap was not trimmed since, by bytes
+#: per element. Measured (docs/theory/memory.md, `holes`): 0.39 to 0.41 in bf16 and 0.12 to 0.24 in fp32, which makes
+#: no fp32 copies; the only figures here that are not derived.
+HEAP_HOLES: Final = {2: 0.45, 4: 0.30}
+
+_FP32: Final = 4
+_INT64: Final = 8
+# Tensors as wide as the MLP that an activation function keeps, its output included. relu keeps its output alone;
+# functions written in Python (gelu_new and others) keep what each operation needs.
+_KEPT_BY_ACTIVATION: Final = {"relu": 1, "gelu": 2, "gelu_pytorch_tanh": 2, "silu": 2, "swish": 2}
+_KEPT_BY_PYTHON_ACTIVATION: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch, and how it is run. element_nbytes: of weights and activations (bf16: 2, fp32: 4).
+
+    logits_held: the caller keeps the model's output, and so the logits, alive during backward.
+    """
+
+    sequences: int
+    seq_len: int
+    element_nbytes: int
+    checkpointing: bool = False
+    logits_held: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.seq_len
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What is alive at the worst instant of one phase, in bytes."""
+
+    name: str
+    activations_nbytes: int = 0
+    logits_nbytes: int = 0
+    scratch_nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.activations_nbytes + self.logits_nbytes + self.scratch_nbytes
+
+
+def norm_bytes_per_token(facts: DecoderFacts, element: int, width: int, rows: int = 1) -> int:
+    """Formula `norm`: kept by one normalisation over ``width`` values in ``rows`` groups, its output left out."""
+    if facts.norm == "layer":
+        return element * width + 2 * element * rows  # the input; mean and rstd
+    normed = _FP32 if facts.norm == "rms_fp32" else element
+    return _FP32 * width + _FP32 * rows + normed * width  # the input in fp32; rsqrt; the normed value
+
+
+def attention_bytes_per_token(facts: DecoderFacts, element: int, seq_len: int) -> int:
+    """Formula `attention`: kept by projections and attention, the input of the projections left out."""
+    query, kv, pairs = facts.query_width, facts.kv_width, facts.heads * seq_len
+    norms = 0
+    if facts.qk_norm:
+        norms = norm_bytes_per_token(facts, element, query, facts.heads)
+        norms += norm_bytes_per_token(facts, element, kv, facts.kv_heads)
+    if facts.attention == "math":
+        # q, k, v in fp32 with k, v repeated; softmax, dropout mask and dropped weights in fp32; the output.
+        return norms + _FP32 * 3 * query + _FP32 * 3 * pairs + element * query
+    if facts.attention == "eager":
+        # q, repeated k and v, output; capped scores, softmax in fp32, weights.
+        return norms + element * 4 * query + (2 * element + _FP32) * pairs
+    projected = element * (query + 2 * kv)
+    if facts.fused_qkv and facts.rotary:
+        # v keeps the whole projection alive; rotated q and k; a copy of the output, whose layout follows q.
+        projected += element * (query + kv) + element * query
+    return norms + projected + element * query + _FP32 * facts.heads
+
+
+def mlp_bytes_per_token(facts: DecoderFacts, element: int) -> int:
+    """Formula `mlp`: kept by the MLP, its input left out."""
+    if facts.mlp != "plain":
+        return element * 4 * facts.intermediate  # gate, act(gate), up, product
+    return element * _KEPT_BY_ACTIVATION.get(facts.activation, _KEPT_BY_PYTHON_ACTIVATION) * facts.intermediate
+
+
+def saved_bytes_per_token(facts: DecoderFacts, element: int, seq_len: int) -> int:
+    """Formula `layer`: what one decoder layer keeps for its backward, without checkpointing."""
+    norms = facts.norms_per_layer * norm_bytes_per_token(facts, element, facts.hidden)
+    if facts.norm == "layer" and facts.parallel_residual:
+        norms -= element * facts.hidden  # both norms have the same input
+    inputs = 2 * element * facts.hidden  # of the attention's and of the MLP's projections
+    masks = 2 * element * facts.hidden if facts.hidden_dropout > 0 else 0
+    attention = attention_bytes_per_token(facts, element, seq_len)
+    return norms + inputs + masks + attention + mlp_bytes_per_token(facts, element)
+
+
+def boundary_bytes_per_token(facts: DecoderFacts, element: int) -> int:
+    """Formula `boundary`: what a checkpointed layer keeps: its input."""
+    return element * facts.hidden
+
+
+def layer_scratch_bytes_per_token(facts: DecoderFacts, element: int, seq_len: int) -> int:
+    """Formula `layer scratch`: gradients of activations alive at once in one layer's backward, an upper bound."""
+    wide = 3 if facts.mlp != "plain" else _KEPT_BY_ACTIVATION.get(facts.activation, _KEPT_BY_PYTHON_ACTIVATION)
+    mlp = element * (wide * facts.intermediate + 2 * facts.hidden)
+    norm = 4 * _FP32 * facts.hidden + 3 * element * facts.hidden
+    attention = element * (4 * facts.query_width + 2 * facts.hidden)
+    if facts.attention != "flash":
+        attention += 3 * _FP32 * facts.heads * seq_len
+    return max(mlp, norm, attention)
+
+
+def activation_phases(shape: ModelShape, batch: Batch) -> tuple[Phase, ...]:
+    """Formula `phases`: the worst instant of each phase of a micro-batch, and of an evaluation.
+
+    Needs a shape whose decoder is known; asserts it.
+    """
+    facts = shape.decoder
+    assert facts is not None, "the decoder of this module is not known"
+    element, tokens, seq_len = batch.element_nbytes, batch.tokens, batch.seq_len
+    layer = saved_bytes_per_token(facts, element, seq_len) * tokens
+    kept = boundary_bytes_per_token(facts, element) * tokens if batch.checkpointing else layer
+    head = (norm_bytes_per_token(facts, element, facts.hidden) + element * facts.hidden) * tokens
+    fixed = _fixed_nbytes(facts, batch)
+    saved = facts.layers * kept + head + fixed
+    # Blocks that are mapped on their own leave no holes.
+    small = element * facts.hidden * tokens < MMAP_THRESHOLD_NBYTES
+    holes = HEAP_HOLES[element] if small else 0.0
+    recomputed = round(layer * (1 + holes)) if batch.checkpointing else 0
+    pairs = 3 * _FP32 * facts.heads * seq_len * tokens if facts.attention != "flash" else 0
+    forward = Phase("forward", saved + recomputed, 0, round(holes * facts.layers * kept) + pairs + _heap_nbytes())
+    logit = tokens * facts.vocab
+
+    capped = element * logit if facts.logits_softcap else 0
+    held = (element * logit if batch.logits_held else 0) + capped
+    # Loss: log_softmax, the loss's gradient and log_softmax's gradient in fp32 at once; before that, in the forward,
+    # logits, their fp32 copy and log_softmax, which is less.
+    freed_logits = element * logit if element * logit < MMAP_THRESHOLD_NBYTES else 0
+    loss = Phase("loss", saved, 3 * _FP32 * logit + held, freed_logits + _heap_nbytes())
+
+    head_weight = element * _numel_of_head(shape) if _head_trained(shape) else 0
+    into_head = max((_FP32 + element) * logit, element * logit + head_weight + element * facts.hidden * tokens)
+    head_backward = Phase("backward of the head", saved, held, into_head + _heap_nbytes())
+
+    # From here on a tied head's gradient waits for that of the embeddings.
+    waiting = head_weight if shape.tied_head else 0
+    # Fresh gradients of a layer are freed one by one, and each leaves a hole that the next one does not fit.
+    layer_weights = 2 * element * _largest_layer(shape)
+    layer_scratch = layer_scratch_bytes_per_token(facts, element, seq_len) * tokens
+    layer_backward = Phase(
+        "backward of a layer",
+        facts.layers * kept + recomputed + fixed,
+        held - capped,
+        layer_scratch + layer_weights + waiting + _heap_nbytes(),
+    )
+    embedding = element * _numel_of_embedding(shape)
+    # The sum with a tied head's gradient is a third tensor. What the layers freed is still the heap's, untrimmed.
+    summed = embedding if waiting else 0
+    freed = facts.layers * kept + recomputed + layer_weights if small else 0
+    embedding_backward = Phase(
+        "backward of the embeddings",
+        fixed,
+        held - capped,
+        embedding + waiting + summed + freed + 2 * element * facts.hidden * tokens + _heap_nbytes(),
+    )
+    evaluation = Phase(
+        "evaluation",
+        layer + fixed,
+        (element if element != _FP32 else 0) * logit + 2 * _FP32 * logit + capped,
+        _heap_nbytes(),
+    )
+    return (forward, loss, head_backward, layer_backward, embedding_backward, Phase("update"), evaluation)
+
+
+def _heap_nbytes() -> int:
+    """Formula `heap`: see [Note: Malloc]."""
+    return HEAP_RUNS * MMAP_THRESHOLD_NBYTES
+
+
+def _fixed_nbytes(facts: DecoderFacts, batch: Batch) -> int:
+    """Ids, labels, shifted labels and positions; cos and sin with their fp32 sources; the embeddings' dropout mask."""
+    ids = 4 * _INT64 * batch.tokens
+    rotary = 2 * (batch.element_nbytes + 2 * _FP32) * batch.seq_len * facts.head_dim if facts.rotary else 0
+    mask = batch.element_nbytes * facts.hidden * batch.tokens if facts.hidden_dropout > 0 else 0
+    pairs = batch.seq_len * batch.seq_len * batch.element_nbytes if facts.attention != "flash" else 0
+    return ids + rotary + mask + pairs
+
+
+def _head_trained(shape: ModelShape) -> bool:
+    head = shape.parameters[-1]
+    owner = head.tied_to or head.name
+    return any(p.name == owner and p.trainable for p in shape.owned)
+
+
+def _numel_of_head(shape: ModelShape) -> int:
+    assert shape.decoder is not None
+    return shape.decoder.vocab * shape.decoder.hidden
+
+
+def _numel_of_embedding(shape: ModelShape) -> int:
+    return max((p.numel for p in shape.owned if p.trainable and p.block == 0), default=0)
+
+
+def _largest_layer(shape: ModelShape) -> int:
+    """Formula `layer gradients`: a layer's gradients are one by one handed out as fresh tensors and freed."""
+    layers = [block.parameter_numel for block in shape.blocks() if block.name not in ("embeddings", "head")]
+    return max(layers, default=0)
