@@ -33,6 +33,7 @@ from overspill.train.live import (
     named_parameters,
     place_weights,
     refuse_unsupported,
+    weight_of,
 )
 from overspill.train.optimizer import Groups, groups_from_config, groups_from_torch
 from overspill.train.session import Session, SessionParts
@@ -282,7 +283,7 @@ def _move(
     for block in blocks:
         for place in block.layout.parameters:
             parameter = trainable[place.name]
-            storage = block.weights[place.offset : place.offset + place.numel].view(place.shape)
+            storage = weight_of(block, place)
             fresh = place_weights(model, parameter, storage)
             moved[id(parameter)] = trainable[place.name] = fresh
             if plan.grad_dtype == "fp32" and fresh.dtype is not torch.float32:

@@ -17,7 +17,7 @@ from overspill.model import Block, find_blocks
 from overspill.schedule import plan_chunks
 from overspill.train.arrays import state_arrays
 from overspill.train.commit import slot_specs
-from overspill.train.live import LiveBlock, add_parameters, build_live_block, named_parameters, place_weights
+from overspill.train.live import LiveBlock, add_parameters, build_live_block, named_parameters, place_weights, weight_of
 
 if TYPE_CHECKING:
     from overspill.train.session import Session
@@ -48,7 +48,7 @@ def extend(session: Session, parameters: list[nn.Parameter]) -> None:
         order = {id(p): i for i, p in enumerate(p for g in session.optimizer.param_groups for p in g["params"])}
         for block in fresh:
             for place in block.layout.parameters:
-                storage = block.weights[place.offset : place.offset + place.numel].view(place.shape)
+                storage = weight_of(block, place)
                 place_weights(session.model, named[place.name], storage)
             add_parameters(block, named, order)
             for live in block.parameters:

@@ -22,7 +22,7 @@ from overspill.schedule import ChunkPlan
 from overspill.tiers.host import Allocation, HostPool
 from overspill.train.arrays import StateArray, state_nbytes
 
-__all__ = ["LiveBlock", "LiveParameter", "StagingBuffer", "as_tensor", "place_weights", "same_bytes"]
+__all__ = ["LiveBlock", "LiveParameter", "StagingBuffer", "as_tensor", "place_weights", "same_bytes", "weight_of"]
 
 _COMPARED_NBYTES = 1024 * 1024
 
@@ -116,6 +116,15 @@ class StagingBuffer:
         return cls(tensors)
 
 
+def weight_of(block: LiveBlock, place: BlockParameter) -> torch.Tensor:
+    """A parameter's part of its block, as a tensor whose storage is that part alone.
+
+    Parameters that are views of one storage look shared to what saves a model: save_pretrained then copies them all.
+    """
+    part = block.weights[place.offset : place.offset + place.numel]
+    return torch.from_numpy(part.view(torch.uint8).numpy()).view(part.dtype).view(place.shape)
+
+
 def build_live_block(
     pool: HostPool,
     layout: Block,
@@ -171,7 +180,7 @@ def add_parameters(
                 block=block,
                 index=index,
                 order=order_by_id[id(parameter)],
-                weight=block.weights[place.offset : stop].view(place.shape),
+                weight=weight_of(block, place),
                 gradient=block.gradients[place.offset : stop].view(place.shape),
                 on_device=parameter.device.type not in ("cpu", "meta"),
             )
