@@ -1,0 +1,12 @@
+"""What this machine is: processor, memory and its limits, disks and their speed; and what is wrong with it.
+
+Looks and measures, changes nothing. Imports no torch by itself.
+"""
+
+from __future__ import annotations
+
+from overspill.probe.doctor import Finding, doctor, findings_of
+from overspill.probe.machine import probe
+from overspill.probe.memory import base_nbytes
+
+__all__ = ["Finding", "base_nbytes", "doctor", "findings_of", "probe"]
