@@ -26,7 +26,15 @@ from overspill.tiers.disk.manifest import MANIFEST, PREPARED, Manifest, SlotRow,
 from overspill.tiers.disk.pins import Pins
 from overspill.tiers.disk.pool import FilePool
 from overspill.tiers.disk.reader import StoreReader, find_damage, row_path
-from overspill.tiers.disk.space import adopt, check_space, files_needed, make_directories, probe_direct, reserve
+from overspill.tiers.disk.space import (
+    RESERVE,
+    adopt,
+    check_space,
+    files_needed,
+    make_directories,
+    probe_direct,
+    reserve,
+)
 from overspill.tiers.disk.version import Version
 
 __all__ = ["Parts", "SlotState", "add_states", "forget_creation", "map_committed", "new_parts", "old_parts"]
@@ -176,7 +184,7 @@ def undo_creation(parts: Parts) -> None:
     parts.pool.close_descriptors()
     for root in parts.roots:
         _remove_root(parts.io, root.path, keep=root.at_home)
-    for name in (PREPARED, MANIFEST, CREATING):
+    for name in (PREPARED, MANIFEST, CREATING, RESERVE):
         with suppress(OSError):
             parts.io.unlink(parts.directory / name)
     parts.owner.release()
