@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -34,7 +33,9 @@ from overspill.plan import Overlap, Plan
 from overspill.schedule import Key, Kind, Lane, Op, StepPlan, StepSchedule, build_step
 from overspill.tiers.disk import DiskStore
 from overspill.tiers.host import HostPool
+from overspill.train.adopt import adopt_edits
 from overspill.train.commit import Committer, Restored
+from overspill.train.counters import Counters, differences
 from overspill.train.executor import Executor, SubmittedStep
 from overspill.train.extend import extend
 from overspill.train.governor import MemoryGovernor
@@ -44,7 +45,7 @@ from overspill.train.live import LiveBlock, LiveParameter, StagingBuffer
 from overspill.train.optimizer import Groups, TieredOptimizer
 from overspill.train.snapshot import Tracked
 from overspill.train.transfer import DeviceLink
-from overspill.train.work import RESYNC, SKIP, ChunkWorker, StepWork
+from overspill.train.work import ChunkWorker, StepWork
 from overspill.units import MiB
 
 __all__ = ["Session", "SessionParts"]
@@ -160,7 +161,7 @@ class Session:
             self._committer.close_boundary(previous.work)
             self._executor.wait_all(previous, Kind.UPDATE, cause="update")
             self._executor.wait_all(previous, Kind.COMMIT, cause="commit")
-        self._adopt_weights()
+        adopt_edits(self._live.values(), self._committer.holds_weights)
         self._adopt_unfrozen()
         present = self._collect()
         assert self._hooks is not None
@@ -171,7 +172,7 @@ class Session:
         scale = self._decide_scale()
         if self._skipped:
             present = []
-        self._fill(work, present, scale)
+        work.fill(self._blocks, present, self.optimizer.param_groups, self._kernel, scale)
         self.step = current.number
         for block in self._blocks:
             if block.index in work.touched:
@@ -227,52 +228,6 @@ class Session:
         # torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
         self._clip_factor = min(1.0, limit / (self._norm.value + 1e-6))
         return self._clip_factor
-
-    def _fill(self, work: StepWork, present: list[LiveParameter], scale: float) -> None:
-        """Fix flags and scalars of every parameter for this step; counts the step of those that have a gradient."""
-        touched = {live.block.index for live in present}
-        work.touched = frozenset(touched)
-        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        rows: dict[tuple[int, int], Any] = {}
-        for block in self._blocks:
-            if block.index in touched:
-                work.flags[block.index] = np.full(len(block.parameters), SKIP, dtype=np.int64)
-                work.scalars[block.index] = np.zeros((len(block.parameters), 8), dtype=np.float64)
-        for live in present:
-            live.steps += 1
-            group = groups[id(live.parameter)]
-            key = (id(group), live.steps)
-            if key not in rows:
-                rows[key] = self._kernel.scalars_row(group, live.steps, scale)
-            work.scalars[live.block.index][live.index] = rows[key]
-            work.flags[live.block.index][live.index] = RESYNC if live.resync else 0
-            live.resync = False
-
-    def _adopt_weights(self) -> None:
-        """Take up what the user did to weights since the last step: in-place edits, or other storage behind them."""
-        for live in self._live.values():
-            parameter = live.parameter
-            if parameter._version != live.version:
-                live.version = parameter._version
-                # A checkpoint that is loaded over the very weights it holds is no edit, and costs no master.
-                if not self._committer.holds_weights(live):
-                    live.resync = live.block.weights_dirty = True
-                if live.on_device:
-                    live.weight.copy_(parameter.data)
-            if not live.on_device and parameter.data_ptr() != live.weight.data_ptr():
-                if parameter.dtype is not live.weight.dtype or parameter.shape != live.weight.shape:
-                    raise OverspillError(
-                        "OVS504",
-                        "The parameter's dtype or shape was changed after attach.",
-                        field=live.place.name,
-                        value=f"{parameter.dtype} {tuple(parameter.shape)}",
-                        limit=f"{live.weight.dtype} {tuple(live.weight.shape)}",
-                        next_step="Convert the model before attaching.",
-                    )
-                with torch.no_grad():
-                    live.weight.copy_(parameter.data)
-                parameter.data = live.weight
-                live.resync = live.block.weights_dirty = True
 
     def _adopt_unfrozen(self) -> None:
         """Parameters of the groups that were frozen at attach, and have a gradient now."""
@@ -382,21 +337,22 @@ class Session:
             "grad_norm": None if self._norm is None else self._norm.value,
             "clip_factor": self._clip_factor,
             "skipped": self._skipped,
-            "stall_seconds": {k: v - base["stall"].get(k, 0.0) for k, v in now["stall"].items()},
-            "read_nbytes": {k: v - base["read"].get(k, 0) for k, v in now["read"].items()},
-            "written_nbytes": {k: v - base["written"].get(k, 0) for k, v in now["written"].items()},
+            "stall_seconds": differences(now.stall_seconds, base.stall_seconds),
+            "read_nbytes": differences(now.read_nbytes, base.read_nbytes),
+            "written_nbytes": differences(now.written_nbytes, base.written_nbytes),
             "held_nbytes": held,
             "committed_step": self.committed_step,
         }
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         self.flush()
-        self._adopt_weights()
+        adopt_edits(self._live.values(), self._committer.holds_weights)
         return self._committer.state_dict()
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.flush()
-        self._adopt_weights()  # weights loaded before their optimizer state are the ones that its master belongs to
+        # Weights loaded before their optimizer state are the ones that its master belongs to.
+        adopt_edits(self._live.values(), self._committer.holds_weights)
         self._committer.load_state_dict(state_dict)
 
     def adopt_group(self, group: dict[str, Any]) -> None:
@@ -465,17 +421,12 @@ class Session:
     def live_of(self, parameter: nn.Parameter) -> LiveParameter | None:
         return self._live.get(id(parameter))
 
-    def _counters(self) -> dict[str, dict[str, Any]]:
-        executor = getattr(self, "_executor", None)
+    def _counters(self) -> Counters:
         read, written = self._committer.moved_nbytes()
         tiers_read, tiers_written = {"disk": read}, {"disk": written}
         if self._link is not None:
             tiers_read["device"], tiers_written["device"] = self._link.down_nbytes, self._link.up_nbytes
-        return {
-            "stall": dict(executor.stall_seconds) if executor else {},
-            "read": tiers_read,
-            "written": tiers_written,
-        }
+        return Counters(dict(self._executor.stall_seconds), tiers_read, tiers_written)
 
     def _refuse_child(self) -> None:
         if os.getpid() != self._owner_pid:

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from overspill import _native
-from overspill.optim.kernels import RESYNC, SKIP, OptimizerKernel
+from overspill.optim.kernels import RESYNC, SCALARS_PER_ROW, SKIP, OptimizerKernel
 from overspill.schedule import ChunkPlan, Key, Op
 from overspill.tiers.disk import DiskStore
 from overspill.train.arrays import MASTER
-from overspill.train.live import LiveBlock, StagingBuffer, as_bytes
+from overspill.train.live import LiveBlock, LiveParameter, StagingBuffer, as_bytes
 from overspill.train.transfer import DeviceLink
 
-__all__ = ["RESYNC", "SKIP", "ChunkWorker", "StepWork"]
+__all__ = ["ChunkWorker", "StepWork"]
 
 
 @dataclass(eq=False)
@@ -43,6 +43,36 @@ class StepWork:
     scalars: dict[int, np.ndarray] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     boundary: threading.Event = field(default_factory=threading.Event)
+
+    def fill(
+        self,
+        blocks: Sequence[LiveBlock],
+        present: Sequence[LiveParameter],
+        groups: Sequence[dict[str, Any]],
+        kernel: OptimizerKernel,
+        grad_scale: float,
+    ) -> None:
+        """Fix flags and scalars for the parameters that have a gradient, and count their step.
+
+        Learning rates and all other scalars are read from the groups here and now; what a scheduler does afterwards
+        belongs to the next step.
+        """
+        self.touched = frozenset(live.block.index for live in present)
+        for block in blocks:
+            if block.index in self.touched:
+                self.flags[block.index] = np.full(len(block.parameters), SKIP, dtype=np.int64)
+                self.scalars[block.index] = np.zeros((len(block.parameters), SCALARS_PER_ROW), dtype=np.float64)
+        group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+        rows: dict[tuple[int, int], tuple[float, ...]] = {}
+        for live in present:
+            live.steps += 1
+            group = group_of[id(live.parameter)]
+            key = (id(group), live.steps)
+            if key not in rows:
+                rows[key] = kernel.scalars_row(group, live.steps, grad_scale)
+            self.scalars[live.block.index][live.index] = rows[key]
+            self.flags[live.block.index][live.index] = RESYNC if live.resync else 0
+            live.resync = False
 
 
 class ChunkWorker:

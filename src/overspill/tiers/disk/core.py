@@ -10,7 +10,6 @@ import json
 import mmap
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from overspill.tiers.disk.fileio import disk_error
 from overspill.tiers.disk.fork import close_in_children
 from overspill.tiers.disk.manifest import MANIFEST, PREPARED, Manifest, SlotRow, encode
 from overspill.tiers.disk.opening import Parts, SlotState
+from overspill.tiers.disk.parallel import for_each
 from overspill.tiers.disk.pins import write_file
 from overspill.tiers.disk.pool import Descriptor
 from overspill.tiers.disk.reader import Damage
@@ -198,9 +198,7 @@ class StoreCore:
             self._hash_rest(version)
             self._sync(version)
 
-        with ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="overspill-sync") as threads:
-            for _ in threads.map(finish, versions.values()):
-                pass
+        for_each(finish, versions.values(), threads=SYNC_THREADS, name="overspill-sync")
 
     def _hash_rest(self, version: Version) -> None:
         """Read back the pieces that were not hashed when they were written."""

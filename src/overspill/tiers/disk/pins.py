@@ -149,7 +149,8 @@ class Pins:
                 for prefix in (BUILDING, DROPPED):
                     if hidden.startswith(prefix):
                         found.append(str(self.home / hidden))
-                        self._reclaim(hidden.removeprefix(prefix), self.home / hidden, recycle=True)
+                        recycle = self._unread(self.home / hidden)
+                        self._reclaim(hidden.removeprefix(prefix), self.home / hidden, recycle=recycle)
             for root in self._roots:
                 for name in () if root.at_home else self.io.names(root.pins):
                     if not self.io.exists(self.home / name / MANIFEST):
@@ -263,6 +264,8 @@ class Pins:
             return True
         try:
             return self.io.lock(fd)
+        except OSError:  # no locks on this file system, so nobody can say that he reads
+            return False
         finally:
             self.io.close(fd)
 
@@ -281,7 +284,8 @@ class Pins:
         for name in self.io.names(directory):
             path = directory / name
             status = self.io.status(path)
-            if root is not None and recycle and name.endswith(".bin") and status.st_nlink == 1:
+            free = status.st_nlink == 1 and not self.pool.is_held(status)
+            if root is not None and recycle and name.endswith(".bin") and free:
                 file = self.pool.new_name(root, status.st_size)
                 with suppress(OSError):  # another file system: its space cannot serve the store
                     self.io.rename(path, file.path, "recycle")

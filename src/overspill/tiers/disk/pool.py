@@ -57,6 +57,7 @@ class FilePool:
         self._spares: dict[tuple[int, int], list[SlotFile]] = {}
         self._unsynced_roots: set[int] = set()
         self._open: OrderedDict[SlotFile, Descriptor] = OrderedDict()
+        self._held_without_name: dict[tuple[int, int], SlotFile] = {}  # by device and inode
         self._lock = threading.RLock()
 
     def known(self, root: int, number: int, padded_nbytes: int) -> SlotFile:
@@ -113,6 +114,12 @@ class FilePool:
     def count_spares(self, root: int, padded_nbytes: int) -> int:
         return len(self._spares.get((root, padded_nbytes), ()))
 
+    def is_held(self, status: os.stat_result) -> bool:
+        """A call or a mapping of this process needs these bytes, though their name in ``slots/`` is gone."""
+        with self._lock:
+            file = self._held_without_name.get((status.st_dev, status.st_ino))
+            return file is not None and file.users > 0
+
     def is_spare(self, path: Path) -> bool:
         return any(file.path == path for spares in self._spares.values() for file in spares)
 
@@ -168,6 +175,9 @@ class FilePool:
     def let_go(self, file: SlotFile) -> None:
         with self._lock:
             file.users -= 1
+            held = self._held_without_name
+            for key in [key for key, other in held.items() if other.users == 0]:
+                del held[key]
 
     def close_descriptors(self) -> None:
         with self._lock:
@@ -208,6 +218,9 @@ class FilePool:
         if file.named:
             file.named = False
             try:
+                if file.users > 0:
+                    status = self.io.status(file.path)
+                    self._held_without_name[status.st_dev, status.st_ino] = file
                 self.io.unlink(file.path)
             except OSError as error:
                 raise disk_error(error, file.path, "remove a state file") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -22,6 +22,7 @@ from overspill.tiers.disk.checksum import hash_pieces
 from overspill.tiers.disk.fileio import NO_DIRECT, FileIO, disk_error
 from overspill.tiers.disk.layout import ALIGN_NBYTES, SlotSpec, TensorSpec, padded
 from overspill.tiers.disk.manifest import MANIFEST, Manifest, SlotRow, read_manifest
+from overspill.tiers.disk.parallel import for_each
 from overspill.tiers.disk.transfer import Transfer
 
 __all__ = ["NUMPY_DTYPE", "Damage", "StoreReader", "find_damage", "row_path", "view"]
@@ -55,12 +56,17 @@ def row_path(manifest: Manifest, home: Path, row: SlotRow) -> Path:
 def find_damage(io: FileIO, rows: Sequence[tuple[SlotRow, Path]], piece_nbytes: int) -> Damage | None:
     """Read every row's file and compare its checksums. The first damage in order, or None. Errors of the disk raise."""
     transfer = Transfer(io, max(VERIFY_NBYTES, piece_nbytes))
-    with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="overspill-verify") as threads:
-        for damage in threads.map(lambda pair: _check_row(transfer, pair[0], pair[1], piece_nbytes), rows):
+    found: dict[int, Damage] = {}
+
+    def check(numbered: tuple[int, tuple[SlotRow, Path]]) -> None:
+        index, (row, path) = numbered
+        if not any(earlier < index for earlier in list(found)):
+            damage = _check_row(transfer, row, path, piece_nbytes)
             if damage is not None:
-                threads.shutdown(cancel_futures=True)
-                return damage
-    return None
+                found[index] = damage
+
+    for_each(check, enumerate(rows), threads=VERIFY_THREADS, name="overspill-verify")
+    return found[min(found)] if found else None
 
 
 def _check_row(transfer: Transfer, row: SlotRow, path: Path, piece_nbytes: int) -> Damage | None:
@@ -151,7 +157,8 @@ class StoreReader:
             self._lock_fd = self._io.open(manifest_path, os.O_RDONLY)
         except OSError as error:
             raise disk_error(error, manifest_path, "open the manifest") from error
-        self._io.lock(self._lock_fd, shared=True)
+        with suppress(OSError):  # without locks the owner never recycles a checkpoint's files
+            self._io.lock(self._lock_fd, shared=True)
 
     @property
     def step(self) -> int | None:

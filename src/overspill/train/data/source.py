@@ -7,6 +7,7 @@ on from epoch to epoch, so every sequence comes once an epoch and every micro-ba
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from overspill import _native
 from overspill.errors import OverspillError
 from overspill.train.data.dataset import SequenceDataset
 from overspill.train.data.order import Order
@@ -97,6 +99,11 @@ class BatchSource:
             # after a resume than in the run that was not interrupted.
             generator=torch.Generator(),
         )
+        # A worker keeps each page that this process writes to, or gives back, after the fork. So free heap goes back
+        # before it, and the collector, which writes into every object that it looks at, leaves those alone.
+        gc.collect()
+        gc.freeze()
+        _native.malloc_trim()
         return iter(loader)
 
     def state_dict(self) -> dict[str, Any]:
