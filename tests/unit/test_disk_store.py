@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 import subprocess
 import sys
@@ -173,6 +174,18 @@ def test_a_mapped_tensor_keeps_its_values_while_training_goes_on(tmp_path: Path)
         assert not mapped.flags.writeable
         assert mapped.dtype == np.float32
         for step in (2, 3, 4):
+            commit(store, step)
+        assert mapped.tobytes() == content["b0000.exp_avg"]
+
+
+def test_a_mapped_tensor_keeps_its_values_when_the_checkpoint_that_shares_its_file_is_dropped(tmp_path: Path) -> None:
+    with create(tmp_path / "s") as store:
+        content = commit(store, 1)
+        mapped = store.map_tensor("b0000.exp_avg")
+        store.pin("a")
+        commit(store, 2)
+        store.unpin("a")
+        for step in (3, 4, 5):
             commit(store, step)
         assert mapped.tobytes() == content["b0000.exp_avg"]
 
@@ -380,3 +393,13 @@ def test_no_more_than_a_bounded_number_of_descriptors_stays_open(tmp_path: Path)
 def test_the_disk_tier_imports_no_torch() -> None:
     script = f"import sys; sys.path[:0] = {sys.path!r}; sys.modules['torch'] = None; import overspill.tiers.disk"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_the_disk_benchmark_prints_one_line_of_json_for_each_result(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "disk.py"
+    command = [sys.executable, str(script), "--gb", "0.06", "--reps", "1", "--dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [result["op"] for result in results] == ["write", "read", "mixed"]
+    assert all(result["GBps"] > 0 for result in results)
+    assert list(tmp_path.iterdir()) == []
