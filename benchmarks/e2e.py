@@ -189,6 +189,10 @@ def worker(args: argparse.Namespace) -> None:
         "durability": args.durability,
         "staging_MiB": args.staging_mib,
         "base_anon_MiB": base_nbytes >> 20,
+        "block_numels": [block.layout.numel for block in session.blocks],
+        "resident_numel": sum(chunk.numel for block in session.blocks for chunk in block.chunks if chunk.resident),
+        "buffers": len(session.staging),
+        "chunk_numel": args.chunk_numel,
         "held_MiB": {k: v >> 20 for k, v in session.pool.held_nbytes_by_class().items()},
         "stall_s": {c: round(statistics.median(row.get(c, 0.0) for row in stalls[warm:]), 4) for c in sorted(causes)},
     }
