@@ -121,7 +121,8 @@ def build_step(plan: StepPlan, *, commits: bool) -> StepSchedule:
             buffer = j % buffers
             read = Key(Kind.READ, *here)
             # What has this buffer before: an earlier chunk of this step, or the last one of the step before.
-            frees, frees_previous = (), ()
+            frees: tuple[Key, ...] = ()
+            frees_previous: tuple[Key, ...] = ()
             if j >= buffers:
                 frees = (Key(Kind.WRITE, staged[j - buffers].block, staged[j - buffers].index),)
             else:

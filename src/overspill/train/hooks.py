@@ -67,7 +67,9 @@ class HookSet:
             for block in blocks:
                 self._wait(block)
 
-        return before_forward
+        # torch.compile breaks its graph at the wait, instead of tracing threads and events.
+        wait: Callable[[nn.Module, Any], None] = torch.compiler.disable(before_forward)  # type: ignore[no-untyped-call]
+        return wait
 
     def _make_wait(self, blocks: tuple[int, ...]) -> Callable[..., None]:
         def before(*_: Any) -> None:
