@@ -72,11 +72,14 @@ def test_results_of_each_kind_of_operator_equal_the_cpus(emulated: ModuleType) -
             assert torch.equal(got.cpu(), expected), name
 
 
-def test_out_tensors_take_the_shape_of_the_result(emulated: ModuleType) -> None:
+def test_empty_out_tensors_take_the_shape_of_the_result_and_others_must_have_it(emulated: ModuleType) -> None:
     x = torch.arange(6.0, device="emulated").reshape(2, 3)
     out = torch.empty(0, device="emulated")
     assert torch.add(x, 1, out=out) is out
     assert out.tolist() == [[1, 2, 3], [4, 5, 6]]
+    torch.add(x, 1, out=torch.zeros(4, device="emulated"))
+    with pytest.raises(RuntimeError, match="not empty is not resized"):
+        torch.accelerator.synchronize()
 
 
 def test_operators_whose_shape_depends_on_data_are_named(emulated: ModuleType) -> None:

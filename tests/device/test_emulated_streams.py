@@ -160,6 +160,7 @@ def test_computing_goes_on_while_the_link_is_held(emulated: ModuleType) -> None:
             x.add_(1)
         torch.accelerator.current_stream().synchronize()  # the ten are done
         assert not side.query()
+    side.synchronize()
     assert x.tolist() == [10, 10, 10, 10]
 
 

@@ -37,6 +37,28 @@ def loss_and_gradients(model: torch.nn.Module, device: str, **inputs: Any) -> tu
     return loss.item(), {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def test_a_module_that_moves_keeps_its_parameters_and_their_ties(emulated: ModuleType) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    before = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.tensor([1])).sum().backward()
+    on_cpu = before.grad
+    model.to("emulated")
+    assert model[0].weight is before
+    assert model[1].weight is before
+    assert before.device.type == "emulated"
+    assert before.grad is not None
+    assert torch.equal(before.grad.cpu(), on_cpu)
+    before.grad = None
+    model(torch.tensor([1], device="emulated")).sum().backward()
+    assert torch.equal(before.grad.cpu(), on_cpu)
+    optimizer.step()
+    model.to("cpu")
+    assert model[1].weight is before
+    assert before.device.type == "cpu"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_llamas_loss_and_gradients_equal_the_cpus_bit_for_bit(

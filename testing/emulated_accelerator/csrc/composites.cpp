@@ -1,6 +1,6 @@
-// Two composite operators for which PyTorch takes another way on an accelerator than on a CPU, given the CPU's way
-// here so that numbers agree bit for bit: attention (the CPU's flash kernel, where the CPU would choose it) and
-// dropout (the mask of the CPU, drawn from the device's generator).
+// Composite operators for which PyTorch takes another way on a PrivateUse1 device than is wanted here. Attention (the
+// CPU's flash kernel, where the CPU would choose it) and dropout (the CPU's mask, drawn from the device's generator)
+// go the CPU's way, so that numbers agree bit for bit. `param.data = …` over devices goes CUDA's way.
 #include "views.h"
 
 #include <ATen/TensorOperators.h>
@@ -60,11 +60,23 @@ at::Tensor attention(
       query, key, value, bias, dropout_p, is_causal, std::nullopt, scale, enable_gqa));
 }
 
+// Whether `parameter.data = tensor` may change what is behind a parameter. PyTorch allows it between the CPU and the
+// accelerators that it knows by name; without it, module.to("emulated") makes new parameters and unties shared ones.
+bool has_compatible_type(const at::Tensor& self, const at::Tensor& from) {
+  const auto is_plain = [](const at::Tensor& tensor) {
+    const auto type = tensor.device().type();
+    return tensor.layout() == at::kStrided && (type == kDevice || type == at::kCPU);
+  };
+  return is_plain(self) && is_plain(from);
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
+  library.impl("_has_compatible_shallow_copy_type", has_compatible_type);
   library.impl("dropout", dropout);
   library.impl("scaled_dot_product_attention", attention);
 }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {  // under inference_mode
+  library.impl("_has_compatible_shallow_copy_type", has_compatible_type);
   library.impl("dropout", dropout);
   library.impl("scaled_dot_product_attention", attention);
 }

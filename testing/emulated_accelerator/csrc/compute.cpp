@@ -85,7 +85,7 @@ class Call {
   void run() {
     check_not_forked();
     const auto full_name = c10::toString(op_.operator_name());
-    if (host_synchronous_operators().has(full_name) || !infer()) {
+    if (!results_are_given() && (host_synchronous_operators().has(full_name) || !infer())) {
       struct Inside {
         Inside() { inside_cpu_fallback = true; }
         ~Inside() { inside_cpu_fallback = false; }
@@ -102,6 +102,24 @@ class Call {
   }
 
  private:
+  // Whether all results are `out=` tensors that have their shape already, as for most operators that PyTorch splits
+  // into shape and computation before they come here. (It then saves the meta kernel, often Python. Losses with a
+  // `reduction` use their `out=` as scratch and give it another shape.)
+  bool results_are_given() const {
+    bool any = false;
+    for (const auto& returned : schema_.returns()) {
+      if (!returned.alias_info() || !returned.alias_info()->isWrite()) return false;
+    }
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      const auto& argument = schema_.arguments()[i];
+      if (argument.name() == "reduction") return false;
+      if (!argument.alias_info() || !argument.alias_info()->isWrite()) continue;
+      if (!argument.is_out() || !arguments_[i].isTensor() || arguments_[i].toTensor().numel() == 0) return false;
+      any = true;
+    }
+    return any;
+  }
+
   // What the results will look like. False: it cannot be known before the data are.
   bool infer() {
     for (const auto& value : arguments_) {
@@ -169,7 +187,8 @@ class Call {
     void settle(const std::string& operation) const {
       TORCH_CHECK(
           written.sizes() == target.sizes() && written.scalar_type() == target.scalar_type(), operation,
-          ": the CPU kernel and the meta kernel disagree on the result.");
+          ": the result is ", written.sizes(), " of ", written.scalar_type(), ", but its tensor is ", target.sizes(),
+          " of ", target.scalar_type(), ". (An out= tensor that is not empty is not resized here.)");
       if (written.const_data_ptr() != target.const_data_ptr()) target.copy_(written);
     }
   };
