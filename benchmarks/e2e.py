@@ -109,7 +109,7 @@ def worker(args: argparse.Namespace) -> None:
         vocab_size=VOCAB, max_position_embeddings=2048, tie_word_embeddings=True, use_cache=False, **SHAPES[args.model]
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     params = sum(p.numel() for p in model.parameters())
     share = resident_share(args, params, base_nbytes)
@@ -133,16 +133,20 @@ def worker(args: argparse.Namespace) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     generator = torch.Generator().manual_seed(1)
     shape = (args.micro_batch, args.seq_len)
-    batches = [torch.randint(0, VOCAB, shape, generator=generator) for _ in range(2)]
+    batches = [torch.randint(0, VOCAB, shape, generator=generator).to(args.device) for _ in range(2)]
     busy, own = cpu_seconds()
     measured = time.perf_counter()
     losses, times, stalls = [], [], []
+    # On a device the phases' times need its queue to be empty; a step's total is right either way.
+    settle = torch.accelerator.synchronize if args.device != "cpu" else lambda: None
     for i in range(args.steps):
         ids = batches[i % 2]
         t0 = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
+        settle()
         t1 = time.perf_counter()
         loss.backward()
+        settle()
         t2 = time.perf_counter()
         session.optimizer.step()
         session.optimizer.zero_grad()
@@ -182,6 +186,7 @@ def worker(args: argparse.Namespace) -> None:
         "init_disk_write_GB": round((io_init["write_bytes"] - io_start["write_bytes"]) / 1e9, 3),
         "other_cpu": round(max(0.0, busy - own) / seconds, 3),
         "losses": losses,
+        "device": args.device,
         "placement": args.placement,
         "resident_share": round(share, 4),
         "state_format": args.state_format,
@@ -299,6 +304,7 @@ def main() -> None:
     parser.add_argument("--write-threads", type=int, default=2)
     parser.add_argument("--kernel-threads", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="where the model computes: cpu, cuda, …")
     parser.add_argument("--dir", default="scratch")
     parser.add_argument("--timeout", type=int, default=600)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
