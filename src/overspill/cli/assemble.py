@@ -7,7 +7,6 @@ parameters their place within the budget, and only then the weights, straight fr
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -46,7 +45,7 @@ from overspill.train.loop import LoopSettings, StopFlag, TrainingLoop, seed_all 
 from overspill.train.lr import lr_scheduler  # noqa: E402
 from overspill.train.malloc import trim_before_logits  # noqa: E402
 
-__all__ = ["Parts", "assemble", "compute_threads"]
+__all__ = ["Parts", "assemble"]
 
 
 @dataclass(eq=False)
@@ -80,16 +79,6 @@ class Parts:
         )
 
 
-def compute_threads(job: Job) -> int:
-    """Threads that torch computes with: as the job says, else one per physical core that this process may use."""
-    import psutil
-
-    if job.train.threads is not None:
-        return job.train.threads
-    allowed = len(os.sched_getaffinity(0))
-    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
-
-
 @contextmanager
 def assemble(
     run: RunDirectory, job: Job, plan: Plan, *, resume: bool = False, checkpoint: str | None = None
@@ -112,7 +101,8 @@ def assemble(
 
 @contextmanager
 def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint: str | None) -> Iterator[Parts]:
-    torch.set_num_threads(compute_threads(job))
+    # Adding in another order gives other bits, so the number is part of what makes a run repeat.
+    torch.set_num_threads(job.train.threads or plan.kernel_threads)
     if job.model.init == "pretrained":
         checkpoint_entries(model_directory(job.model.path))  # a missing or damaged file is known in milliseconds
     tokenizer = load_tokenizer(job.model.tokenizer or job.model.path)
@@ -159,8 +149,7 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         settings = loop_settings(job, data)
         scheduler = lr_scheduler(session.optimizer, job.schedule, total_steps=settings.total_steps)
         session.track(scheduler=scheduler, data=source)
-        if settings.save_every:
-            session.expect_checkpoint(settings.save_every)
+        session.expect_checkpoint(settings.save_every, at=(settings.total_steps,))
         notes = [*session.notes]
         if resume:
             notes += _resume_notes(run, session)

@@ -38,6 +38,7 @@ from overspill.train.live import (
 from overspill.train.optimizer import Groups, groups_from_config, groups_from_torch
 from overspill.train.session import Session, SessionParts
 from overspill.train.transfer import DeviceLink
+from overspill.units import MiB
 
 __all__ = ["attach"]
 
@@ -262,11 +263,18 @@ def _open_store(
         directory,
         slots,
         identity=build_identity(),
-        pins=plan.keep_last,
+        pins=max(1, plan.keep_last),
         directories=plan.directories,
         checkpoints=checkpoints,
+        piece_nbytes=_piece_nbytes(plan),
         verify_reads=plan.verify_reads,
     )
+
+
+def _piece_nbytes(plan: Plan) -> int:
+    """Unit of the store's checksums: what every chunk of every class begins and ends on, at most 1 MiB."""
+    smallest_nbytes = 2 * plan.chunk_numel  # two bytes per element: bf16 weights, residual
+    return min(MiB, smallest_nbytes & -smallest_nbytes)
 
 
 def _move(

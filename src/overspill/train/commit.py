@@ -113,6 +113,7 @@ class Committer:
         self._tracked: dict[str, Tracked] = {}
         self._pending_restore: dict[str, Any] = {}
         self._expected_every = 0
+        self._expected_at: frozenset[int] = frozenset()
         self._last_boundary: StepWork | None = None
         self._restored_extra: Mapping[str, Any] = {}
 
@@ -131,10 +132,10 @@ class Committer:
         if self._store is None:
             return False
         periods = (self._session.plan.durability.every_steps, self._expected_every)
-        return any(period and number % period == 0 for period in periods)
+        return number in self._expected_at or any(period and number % period == 0 for period in periods)
 
-    def expect(self, every_steps: int) -> None:
-        self._expected_every = every_steps
+    def expect(self, every_steps: int, at: frozenset[int]) -> None:
+        self._expected_every, self._expected_at = every_steps, at
 
     # -- the snapshot ------------------------------------------------------------------------------------------
 
@@ -190,7 +191,7 @@ class Committer:
                 f"The commit of step {work.number} waited for the step's boundary.",
                 next_step="Call session.step_boundary() after each optimizer.step().",
             )
-        self._decide(work.number, work.extra)
+        self._decide(work.number, work.extra, work.written_out)
 
     def checkpoint(self, name: str) -> Path:
         store = self._need_store("checkpoint")
@@ -213,25 +214,26 @@ class Committer:
                 self._session.worker.write_out(block, chunk, checksum=True)
         work = self._last_boundary
         extra = work.extra if work is not None and work.number == self._session.step else None
-        self._decide(self._session.step, extra or self._snapshot({}, complete=False))
+        everything = {block.index for block in self._session.blocks}
+        self._decide(self._session.step, extra or self._snapshot({}, complete=False), everything)
 
-    def _decide(self, step: int, extra: dict[str, Any]) -> None:
+    def _decide(self, step: int, extra: dict[str, Any], written_out: set[int]) -> None:
         store = self._need_store("commit")
-        self._write_untouched()
+        self._write_the_rest(written_out)
         prepared = store.prepare(step, extra)
         store.commit(prepared)
         for block in self._session.blocks:
             block.weights_dirty = block.resident_dirty = False
 
-    def _write_untouched(self) -> None:
-        """Weights that no step has written yet: frozen ones, and blocks that never had a gradient."""
+    def _write_the_rest(self, written_out: set[int]) -> None:
+        """Weights that this commit's writes did not come by: frozen ones, and blocks that joined meanwhile."""
         store = self._need_store("commit")
         if not self._frozen_written:
             for index, tensor in enumerate(self._frozen.values()):
                 store.write_from(frozen_slot(index), 0, as_bytes(tensor.reshape(-1)), checksum=True)
             self._frozen_written = True
         for block in self._session.blocks:
-            if block.weights_dirty:
+            if block.weights_dirty and block.index not in written_out:
                 for chunk in block.chunks:
                     self._session.worker.write_out(block, chunk, checksum=True)
 

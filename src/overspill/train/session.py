@@ -312,9 +312,11 @@ class Session:
         self.flush()
         return self._committer.checkpoint(name)
 
-    def expect_checkpoint(self, every_steps: int) -> None:
-        """Say that checkpoint() will be called after every so many steps; they are then written while they run."""
-        self._committer.expect(every_steps)
+    def expect_checkpoint(self, every_steps: int = 0, *, at: Iterable[int] = ()) -> None:
+        """Say after which steps checkpoint() will be called: every so many, or these. They are then written, hashed
+        and committed while training goes on; a checkpoint that comes unannounced is written when it is asked for.
+        """
+        self._committer.expect(every_steps, frozenset(at))
 
     def restore_rng(self) -> None:
         """Put the random generators back to the restored step, after what drew from them since attach()."""

@@ -31,8 +31,8 @@ class StepWork:
     """What the user's thread decided for one step, and the snapshot that belongs to it.
 
     flags, scalars: one row per parameter, by block. void: the step is not taken; its operations pass through without
-    effect, so that the lanes become idle. boundary: set when the step's RNG, schedule and data position
-    are in ``extra``; a commit waits for it.
+    effect, so that the lanes become idle. boundary: set when the step's RNG, schedule and data position are in
+    ``extra``; a commit waits for it. written_out: blocks whose newest state the commit finds on disk.
     """
 
     number: int
@@ -43,6 +43,7 @@ class StepWork:
     scalars: dict[int, np.ndarray] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     boundary: threading.Event = field(default_factory=threading.Event)
+    written_out: set[int] = field(default_factory=set)
 
     def fill(
         self,
@@ -151,6 +152,7 @@ class ChunkWorker:
             block.on_disk.add(chunk.index)
         if work.commits:
             self.write_out(block, chunk, checksum=True)
+            work.written_out.add(block.index)
 
     def write_out(self, block: LiveBlock, chunk: ChunkPlan, *, checksum: bool) -> None:
         """Write the chunk's weights, and its state where that stays in memory, if they changed since."""
