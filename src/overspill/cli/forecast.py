@@ -48,20 +48,12 @@ def resolve(job: Job, state: Path) -> tuple[Plan, Forecast]:
     """
     from overspill.forecast import forecast
     from overspill.planner import plan as make_plan
+    from overspill.probe import probe
 
-    machine = _machine()
     job = _with_local_model(job)
+    machine = probe(job.plan.directories or [state])
     plan = make_plan(job, machine)
     return plan, forecast(job, machine, plan=plan)
-
-
-def _machine() -> Any:
-    import psutil
-
-    from overspill.machine import Machine
-
-    memory = psutil.virtual_memory()
-    return Machine(physical_cores=2, threads=2, memory_nbytes=memory.total, available_nbytes=memory.available)
 
 
 def _with_local_model(job: Job) -> Job:
@@ -168,7 +160,16 @@ def doctor(
 
     findings = examine([directory])
     if as_json:
-        print_json(findings)
+        print_json([finding.model_dump() for finding in findings])
+        return
+    for finding in findings:
+        emit(f"{finding.status:>4}  {finding.name}: {finding.what}")
+        if finding.status != "ok":
+            emit(f"      {finding.why} {finding.what_to_do}")
+    bad = [finding.name for finding in findings if finding.status == "fail"]
+    if bad:
+        emit(f"\nTraining will not work before this is repaired: {', '.join(bad)}.")
+        raise typer.Exit(1)
 
 
 def add_to(app: typer.Typer) -> None:
