@@ -35,5 +35,5 @@ sed -i "s/^steps = .*/steps = $((done_steps + 40))/" run/job.toml
 
 echo "== the model"
 "$bin/overspill" export run --out model
-"$bin/overspill" generate model --prompt "MACBETH" --max-new-tokens 20
+"$bin/overspill" generate model --prompt "MACBETH" --max-new-tokens 20 --temperature 0.8
 "$bin/overspill" runs show run

@@ -107,12 +107,13 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         checkpoint_entries(model_directory(job.model.path))  # a missing or damaged file is known in milliseconds
     tokenizer = load_tokenizer(job.model.tokenizer or job.model.path)
     config = load_config(job.model.path)
-    base_nbytes = anonymous_nbytes()  # interpreter and libraries: what the budget does not have to hold
-    data = prepare_data(job.data, tokenizer, run.path / "data", max_positions=max_positions(config))
-    del tokenizer
     seed_all(job.train.seed)
     model = build_empty(config, job.model.dtype, gradient_checkpointing=job.model.gradient_checkpointing)
     freeze(model, job.model.freeze)
+    # Interpreter, libraries and the model's code, without a parameter: what the budget does not have to hold.
+    base_nbytes = anonymous_nbytes()
+    data = prepare_data(job.data, tokenizer, run.path / "data", max_positions=max_positions(config))
+    del tokenizer
     identity = _identity(job, model)
     if resume and (there := run.identity()).model_digest != identity.model_digest:
         raise OverspillError(
