@@ -70,16 +70,19 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What the device has done since the last ``reset()``."""
+    """What the device has done since the last ``reset()``, by lane, and what it is doing (``…_running``)."""
 
     compute_operations: int
     compute_nbytes: int
+    compute_running: int
     compute_most_at_once: int
     h2d_operations: int
     h2d_nbytes: int
+    h2d_running: int
     h2d_most_at_once: int
     d2h_operations: int
     d2h_nbytes: int
+    d2h_running: int
     d2h_most_at_once: int
     copies_while_computing: int
     """How often an operation started that made a copy and a computation run side by side."""
@@ -194,7 +197,7 @@ def fail_copy(direction: Direction, *, after: int = 0, message: str = "the link 
 
 @contextmanager
 def hold(lane: Lane) -> Iterator[None]:
-    """Lets nothing start on a lane while the block runs; what is queued there waits. For tests of order.
+    """Stops a lane while the block runs: each operation on it starts and stands still. For tests of order.
 
     A wait for held work ends after 60 s with an error.
     """

@@ -173,7 +173,7 @@ def test_a_tensor_kept_until_the_other_stream_was_waited_for_needs_no_record_str
 
 def test_memory_freed_under_a_running_copy_turns_into_nan(emulated: ModuleType) -> None:
     emulated.poison_freed(True)
-    emulated.set_link(d2h_bytes_per_s=4e6)
+    emulated.set_link(d2h_bytes_per_s=4e5)
     side = torch.Stream("emulated")
     host = torch.zeros(100_000).pin_memory()
     x = torch.ones(100_000, device="emulated")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,13 @@ ELEMENTS = 1 << 20
 
 def pinned(value: float, elements: int = ELEMENTS) -> torch.Tensor:
     return torch.full((elements,), value).pin_memory()
+
+
+def wait_until(reached: Callable[[Any], bool], emulated: ModuleType) -> None:
+    deadline = time.monotonic() + 60
+    while not reached(emulated.stats()):
+        assert time.monotonic() < deadline, emulated.stats()
+        time.sleep(0.001)
 
 
 def test_a_missing_wait_shows_as_wrong_data(emulated: ModuleType) -> None:
@@ -30,7 +41,7 @@ def test_a_missing_wait_shows_as_wrong_data(emulated: ModuleType) -> None:
 
 
 def test_a_missing_wait_can_see_half_a_copy(emulated: ModuleType) -> None:
-    emulated.set_link(h2d_bytes_per_s=20e6)
+    emulated.set_link(h2d_bytes_per_s=5e6)
     side = torch.Stream("emulated")
     x = torch.zeros(ELEMENTS, device="emulated")
     side.wait_stream(torch.accelerator.current_stream())
@@ -124,27 +135,44 @@ def test_events_are_freed_with_their_python_objects(emulated: ModuleType) -> Non
     torch.accelerator.synchronize()
 
 
-def test_copies_on_two_streams_run_beside_each_other_and_beside_computing(emulated: ModuleType) -> None:
-    emulated.set_link(h2d_bytes_per_s=200e6, d2h_bytes_per_s=200e6)
-    emulated.set_compute_delay(seconds_per_op=0.02)
+def test_copies_in_both_directions_run_beside_each_other_and_beside_computing(emulated: ModuleType) -> None:
     up, down = torch.Stream("emulated"), torch.Stream("emulated")
     source, target = pinned(1.0), pinned(0.0)
     arriving, leaving = torch.empty(ELEMENTS, device="emulated"), torch.ones(ELEMENTS, device="emulated")
     x = torch.zeros(4, device="emulated")
     torch.accelerator.synchronize()
-    with emulated.record_operations() as operations:
+    with (
+        emulated.record_operations() as operations,
+        emulated.hold("h2d"),
+        emulated.hold("d2h"),
+        emulated.hold("compute"),
+    ):
         with up:
             arriving.copy_(source, non_blocking=True)
         with down:
             target.copy_(leaving, non_blocking=True)
         x.add_(1)
+        wait_until(lambda s: (s.compute_running, s.h2d_running, s.d2h_running) == (1, 1, 1), emulated)
     by_lane = {operation.lane: operation for operation in operations}
     assert set(by_lane) == {"compute", "h2d", "d2h"}
     assert by_lane["h2d"].overlaps(by_lane["d2h"])
     assert by_lane["h2d"].overlaps(by_lane["compute"])
+    assert by_lane["d2h"].overlaps(by_lane["compute"])
     assert len({operation.stream for operation in operations}) == 3
     assert emulated.stats().copies_while_computing > 0
     assert target.eq(1).all()
+    assert arriving.eq(1).all().item()
+
+
+def test_operations_of_one_stream_never_overlap(emulated: ModuleType) -> None:
+    x, host = torch.zeros(ELEMENTS, device="emulated"), pinned(1.0)
+    torch.accelerator.synchronize()
+    with emulated.record_operations() as operations:
+        for _ in range(5):
+            x.copy_(host, non_blocking=True)
+            x.add_(1)
+    assert len(operations) == 10
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(operations, 2))
 
 
 def test_computing_goes_on_while_the_link_is_held(emulated: ModuleType) -> None:
@@ -171,13 +199,15 @@ def test_copies_in_one_direction_share_the_link(emulated: ModuleType) -> None:
     source = pinned(1.0)
     begin, end = torch.Event("emulated", enable_timing=True), torch.Event("emulated", enable_timing=True)
     torch.accelerator.synchronize()
-    begin.record()
-    for stream, target in zip(streams, targets, strict=True):
-        stream.wait_event(begin)
-        with stream:
-            target.copy_(source, non_blocking=True)
-        torch.accelerator.current_stream().wait_stream(stream)
-    end.record()
+    with emulated.hold("h2d"):
+        begin.record()
+        for stream, target in zip(streams, targets, strict=True):
+            stream.wait_event(begin)
+            with stream:
+                target.copy_(source, non_blocking=True)
+            torch.accelerator.current_stream().wait_stream(stream)
+        end.record()
+        wait_until(lambda s: s.h2d_running == 2, emulated)
     end.synchronize()
     assert emulated.stats().h2d_most_at_once == 2
     nbytes = 2 * ELEMENTS * 4

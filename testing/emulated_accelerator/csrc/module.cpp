@@ -40,6 +40,7 @@ py::dict stats() {
     const std::string lane = kLaneNames[i];
     out[py::str(lane + "_operations")] = counters.operations[i].load();
     out[py::str(lane + "_nbytes")] = counters.nbytes[i].load();
+    out[py::str(lane + "_running")] = counters.running[i].load();
     out[py::str(lane + "_most_at_once")] = counters.most_at_once[i].load();
   }
   out["copies_while_computing"] = counters.copies_while_computing.load();

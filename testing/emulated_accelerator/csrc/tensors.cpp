@@ -33,7 +33,8 @@ struct SilentWarnings final : c10::WarningHandler {
 void launch(std::string name, Lane lane, uint64_t nbytes, std::vector<BlockPtr> blocks, std::function<void()> task) {
   const auto stream = current_stream;
   auto run = [name = std::move(name), lane, nbytes, stream, blocks = std::move(blocks), task = std::move(task)] {
-    Running running(name, lane, stream, nbytes);
+    const Running running(name, lane, stream, nbytes);
+    gate(lane).pass(lane);
     std::deque<BlockUse> uses;
     for (const auto& block : blocks) uses.emplace_back(block, name);
     const double rate = settings.compute_bytes_per_s;
