@@ -2,6 +2,7 @@
 
 ``base`` is anonymous plus file memory after importing torch and transformers and loading the tokenizer. The limit is
 (base + budget) x 1.05; what is done then is a training, a resume, an export, or a run of transformers' Trainer.
+``cli`` runs a command line as it is.
 The request is a JSON file; the answer, written next to it, says base, limit and highest use.
 """
 
@@ -115,9 +116,10 @@ def main() -> None:
     do = request["do"]
     if do in ("train", "resume"):
         train(request, plan, resume=do == "resume")
-    elif do == "export":
-        status = command_line(["export", request["run"], "--out", request["out"]])
-        assert status == 0
+    elif do == "cli":
+        planted = b"x" * request.get("plant", 0)
+        assert command_line(request["arguments"]) == 0
+        del planted
     else:
         use_trainer(request, plan, accelerate=do == "accelerate")
     answer["end_anonymous_nbytes"] = anonymous_nbytes()

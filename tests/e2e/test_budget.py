@@ -31,30 +31,32 @@ WORKER_NBYTES = 16 * MiB  # a data worker's own pages, and those of the parent t
 class Budget:
     """Runs budget_worker.py in groups of their own, and keeps what it measured."""
 
-    def __init__(self, folder: Path, model: Path, text: str, plan: dict[str, Any], *, seq_len: int, steps: int) -> None:
-        self.folder, self.model, self.plan, self.seq_len = folder, model, plan, seq_len
+    def __init__(
+        self, folder: Path, model: Path, text: str, plan: dict[str, Any], *, seq_len: int, memory: str = "1GiB"
+    ) -> None:
+        self.folder, self.model, self.plan, self.seq_len, self.memory = folder, model, plan, seq_len, memory
         (folder / "play.txt").write_text(text)
         self._count = 0
-        self.steps = steps
 
-    def job(self, num_workers: int) -> Path:
-        path = self.folder / f"job{num_workers}.toml"
+    def job(self, workers: int, steps: int) -> str:
+        path = self.folder / f"job{workers}.toml"
         path.write_text(
             f'[model]\npath = "{self.model}"\n[data]\npath = "play.txt"\nseq_len = {self.seq_len}\n'
-            f"num_workers = {num_workers}\neval_fraction = 0.02\n[train]\nsteps = {self.steps}\naccumulation = 2\n"
-            'save_every = 2\n[plan]\nmemory = "1GiB"\n'
+            f"num_workers = {workers}\neval_fraction = 0.002\n[train]\nsteps = {steps}\naccumulation = 2\n"
+            f'save_every = 2\n[plan]\nmemory = "{self.memory}"\ndurability = "step"\n'
         )
-        return path
+        return str(path)
 
     def run(self, do: str, *, workers: int = 0, **request: Any) -> tuple[int, dict[str, Any]]:
         """Return code, and what the process measured with the group's highest use."""
         self._count += 1
-        plan = {name: self.plan[name] + workers * WORKER_NBYTES for name in ("memory_nbytes", "activations_nbytes")}
-        if do == "train":
-            request["job"] = str(self.job(workers))
+        plan = dict(self.plan)
+        if do in ("train", "resume"):
+            plan |= {key: self.plan[key] + workers * WORKER_NBYTES for key in ("memory_nbytes", "activations_nbytes")}
+            request["job"] = self.job(workers, steps=6)
         file = self.folder / f"request{self._count}.json"
         with MemoryGroup() as group:
-            content = {"do": do, "model": str(self.model), "group": str(group.path), "plan": {**self.plan, **plan}}
+            content = {"do": do, "model": str(self.model), "group": str(group.path), "plan": plan}
             file.write_text(json.dumps({**content, "seq_len": self.seq_len, **request}))
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             done = group.run(
@@ -66,8 +68,13 @@ class Budget:
             answer: dict[str, Any] = json.loads(file.with_suffix(".answer").read_text())
             answer |= {"peak_nbytes": group.peak_nbytes, "kills": group.kills}
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
-        print(do, {k: f"{v / MiB:.0f} MiB" if isinstance(v, int) else v for k, v in answer.items()})
+        figures = (f"{key.removesuffix('_nbytes')} {value / MiB:.0f}" for key, value in answer.items() if "_n" in key)
+        what = " ".join(request.get("arguments", [do])[:1]) + (" with 64 MiB too much" if "plant" in request else "")
+        print(f"{what}, {workers} workers, MiB: {', '.join(figures)}; {answer['kills']} killed")
         return done.returncode, answer
+
+    def cli(self, *arguments: str, **request: Any) -> tuple[int, dict[str, Any]]:
+        return self.run("cli", arguments=list(arguments), **request)
 
 
 def _fits(result: tuple[int, dict[str, Any]]) -> None:
@@ -99,14 +106,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Budget:
         "durability": {"every_steps": 2},
         "keep_last": 1,
     }
-    return Budget(folder, model, TINY_PLAY.read_text()[:60_000], plan, seq_len=64, steps=6)
+    return Budget(folder, model, TINY_PLAY.read_text()[:60_000], plan, seq_len=64)
 
 
 def test_training_with_workers_resume_and_export_stay_within_the_budget(small: Budget, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     _fits(small.run("train", run=run, workers=2, stop_after=3))
     _fits(small.run("resume", run=run, workers=2))
-    _fits(small.run("export", run=run, out=str(tmp_path / "model")))
+    _fits(small.cli("export", run, "--out", str(tmp_path / "model")))
 
 
 def test_sixty_four_mebibytes_too_much_are_noticed(small: Budget, tmp_path: Path) -> None:
@@ -119,9 +126,11 @@ def test_a_trainer_that_saves_stays_within_the_budget(small: Budget, tmp_path: P
     _fits(small.run("trainer", run=str(tmp_path / "run")))
 
 
-# With the demo's model: 135 M parameters, whose training state takes 1.8 GiB.
+# With the demo's model: 135 M parameters, whose training state takes 1.8 GiB, planned and run by the command line.
 
 ASSETS = ROOT / ".cache" / "assets"
+DEMO_MEMORY = 1000 * MiB
+TRAINER_ACTIVATIONS = 300 * MiB
 
 
 @pytest.fixture(scope="module")
@@ -131,30 +140,31 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Budget:
         pytest.skip("`make assets` has not been run")
     text = (ASSETS / "shakespeare" / "shakespeare.txt").read_text()[:1_000_000]
     plan = {
-        "memory_nbytes": 800 * MiB,
-        "activations_nbytes": 200 * MiB,
+        "memory_nbytes": DEMO_MEMORY,
+        "activations_nbytes": TRAINER_ACTIVATIONS,
         "optimizer_state": {"disk": 1.0},
-        "overlap": "forward",
-        "max_grad_norm": 1.0,
-        "durability": {"every_steps": 2},
         "keep_last": 1,
     }
-    return Budget(tmp_path_factory.mktemp("budget"), model, text, plan, seq_len=128, steps=8)
+    folder = tmp_path_factory.mktemp("budget")
+    return Budget(folder, model, text, plan, seq_len=128, memory=f"{DEMO_MEMORY // MiB}MiB")
 
 
 @pytest.mark.slow
-def test_the_demos_training_with_workers_resume_and_export_fit_budget_campaign(demo: Budget, tmp_path: Path) -> None:
-    run = str(tmp_path / "run")
-    _fits(demo.run("train", run=run, workers=2, stop_after=5))
-    _fits(demo.run("resume", run=run, workers=2))
-    _fits(demo.run("export", run=run, out=str(tmp_path / "model")))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_demos_training_resume_and_export_fit_budget_campaign(demo: Budget, tmp_path: Path, workers: int) -> None:
+    run = tmp_path / "run"
+    _fits(demo.cli("train", demo.job(workers, steps=4), "--run", str(run)))
+    job = run / "job.toml"
+    job.write_text(job.read_text().replace("steps = 4", "steps = 8", 1))
+    _fits(demo.cli("resume", str(run)))
+    _fits(demo.cli("export", str(run), "--out", str(tmp_path / "model")))
 
 
 @pytest.mark.slow
 def test_the_demos_training_notices_sixty_four_mebibytes_too_much_budget_campaign(demo: Budget, tmp_path: Path) -> None:
-    _fits(demo.run("train", run=str(tmp_path / "right")))
-    code, answer = demo.run("train", run=str(tmp_path / "run"), plant=PLANTED_NBYTES)
-    assert (code, answer["kills"]) == (-signal.SIGKILL, 1)
+    arguments = ["train", demo.job(0, steps=4), "--run", str(tmp_path / "run")]
+    code, answer = demo.cli(*arguments, plant=PLANTED_NBYTES)
+    assert code == -signal.SIGKILL and answer["kills"]
 
 
 @pytest.mark.slow

@@ -205,3 +205,9 @@ def test_a_plans_parts_fit_its_budget_and_its_shares_add_up(mebibytes: int) -> N
     cached = placed.host * state.optimizer_nbytes
     held = state.weights_nbytes + state.gradients_nbytes + reserve_of(job(), SHAPE) + staging + cached
     assert held <= resolved.memory_nbytes + state.per_element.optimizer
+
+
+def test_each_data_worker_has_its_share_of_the_reserve() -> None:
+    alone = job()
+    two = Job.read({**alone.model_dump(), "data": {**alone.data.model_dump(), "num_workers": 2}})
+    assert reserve_of(two, SHAPE) - reserve_of(alone, SHAPE) == 32 * MiB

@@ -26,6 +26,7 @@ from overspill.units import MiB, format_nbytes
 
 __all__ = [
     "BASE_NBYTES",
+    "WORKER_NBYTES",
     "Forecast",
     "PhasePeak",
     "default_budget",
@@ -38,6 +39,9 @@ __all__ = [
 #: Anonymous memory of Python with torch and transformers before the first parameter. Source: DESIGN.md §9, "about
 #: 250 MiB"; measured again with torch 2.13 and transformers 5.24 (docs/theory/memory.md, `base`). A run measures it.
 BASE_NBYTES = 250 * MiB
+#: A forked data worker: 8 MiB of its own, and pages of the parent that it keeps when the parent writes to them.
+#: Measured: benchmarks/results/2026-11-29-budget.md.
+WORKER_NBYTES = 16 * MiB
 #: Of what is free, this share is taken when the job sets no budget; the rest is left to the page cache and others.
 DEFAULT_BUDGET_SHARE = 0.9
 #: Below this share of headroom a fit is called tight. Source: the closed form's own residuals (docs/theory/memory.md).
@@ -177,7 +181,7 @@ def default_budget(machine: Machine, base_nbytes: int) -> int:
 
 
 def reserve_of(job: Job, shape: ModelShape, reserve_nbytes: int | None = None) -> int:
-    """Activations, logits and scratch at the worst phase: the figure that a plan reserves.
+    """Activations, logits and scratch at the worst phase, and data workers: the figure that a plan reserves.
 
     Raises OverspillError OVS201 where the decoder is not known and ``reserve_nbytes`` does not say it.
     """
@@ -192,7 +196,7 @@ def reserve_of(job: Job, shape: ModelShape, reserve_nbytes: int | None = None) -
             value=shape.family,
             next_step="Give reserve_nbytes, or the module's config to ModelShape.from_parameters.",
         )
-    return max(phase.nbytes for phase in phases)
+    return max(phase.nbytes for phase in phases) + job.data.num_workers * WORKER_NBYTES
 
 
 def step_seconds(
