@@ -1,4 +1,4 @@
-"""What a run reports: StepReport, one row a step of ``RUN/metrics.jsonl``, and Compared, forecast beside measurement."""
+"""What a run reports: StepReport, one row a step of ``RUN/metrics.jsonl``; Compared, forecast beside measurement."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -142,7 +143,7 @@ def test_chunks_cover_every_block_and_resident_ones_fit(numels: list[int], chunk
         assert [c.index for c in mine] == list(range(len(mine)))
         assert mine[0].start == 0
         assert mine[-1].stop == numel * CHUNK
-        assert all(a.stop == b.start for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a.stop == b.start for a, b in itertools.pairwise(mine))
     stays = [c for c in chunks if c.resident]
     assert sum(c.numel for c in stays) <= resident * CHUNK
     assert chunks[: len(stays)] == tuple(stays), "chunks that stay are the earliest in forward order"
