@@ -1,6 +1,6 @@
 """Training with the model on a real accelerator: the same numbers wherever the optimizer state lives.
 
-Needs a device that torch.accelerator finds; `make test-gpu` runs it there, everywhere else it is skipped with the reason.
+Needs a device that torch.accelerator finds; `make test-gpu` runs it there, elsewhere it is skipped with the reason.
 """
 
 from __future__ import annotations
