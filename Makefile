@@ -60,13 +60,13 @@ bench: assets  ## the figures of docs/, beside other systems where they are inst
 campaign: campaign-crash campaign-power-loss campaign-budget  ## the long tests: crash, power loss, budget
 
 campaign-crash: $(CORE)  ## SIGKILL at 100 random instants
-	@$(PYTEST) -q -m slow tests/e2e/ -k crash
+	@$(PYTEST) -q -s -m slow tests/e2e/test_crash.py
 
 campaign-power-loss: $(CORE)  ## recorded I/O replayed with unsynced writes dropped, reordered and torn
 	@$(PYTEST) -q -m slow tests/unit/ -k power
 
 campaign-budget: assets  ## the demo's training inside a memory cgroup
-	@$(PYTEST) -q -m slow tests/e2e/ -k budget
+	@$(PYTEST) -q -s -m slow tests/e2e/test_budget.py
 
 docs: $(CORE)  ## pages made from the code: error codes, job file, command line
 	@$(BIN)/python tools/make_docs.py

@@ -51,19 +51,6 @@ def test_a_parameter_larger_than_all_buffers_together_streams_in_pieces(tmp_path
     assert same_weights(weights_of(model), wanted_weights)
 
 
-def test_ten_thousand_parameters_give_few_short_file_names(tmp_path: Path) -> None:  # A10
-    model = _many(10_000, 8)
-    with _zero_gradient_session(model, tmp_path / "state") as session:
-        session.optimizer.step()
-        session.flush()
-        assert session.store is not None
-        names = [slot.name for slot in session.store.slots]
-        files = [path.name for path in (tmp_path / "state").rglob("*")]
-    assert max(map(len, [*names, *files])) < 100
-    assert len({len(name) for name in names if name.endswith(".master")}) == 1, "of fixed width"
-    assert len(names) < 100
-
-
 def test_clipping_disk_and_checkpoint_together_equal_the_run_in_memory(tmp_path: Path) -> None:  # A16
     losses, weights = undisturbed(8)
     model = make_model()
