@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from testing import emulated_accelerator
-from testing.emulated_accelerator.device_process import is_device_process, pytest_runtest_protocol
+from testing.emulated_accelerator import device_process
+from testing.emulated_accelerator.device_process import is_device_process
 
-__all__ = ["pytest_runtest_protocol"]
+HERE = Path(__file__).parent
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Tests of this folder alone: pytest asks this hook about every test of the session, wherever it lies."""
+    return device_process.pytest_runtest_protocol(item, nextitem) if HERE in item.path.parents else None
 
 
 @pytest.fixture(scope="session")
