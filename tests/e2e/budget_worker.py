@@ -117,9 +117,7 @@ def main() -> None:
     if do in ("train", "resume"):
         train(request, plan, resume=do == "resume")
     elif do == "cli":
-        planted = b"x" * request.get("plant", 0)
         assert command_line(request["arguments"]) == 0
-        del planted
     else:
         use_trainer(request, plan, accelerate=do == "accelerate")
     answer["end_anonymous_nbytes"] = anonymous_nbytes()
