@@ -306,3 +306,11 @@ def test_a_trainer_that_goes_on_from_another_step_than_its_session_is_refused(tm
         train("checkpoint-4", "checkpoint-2")
     with pytest.raises(OverspillError, match=r'OVS602.*without optimizer state.*resume="checkpoint-2"'):
         train(False, "checkpoint-2")
+
+
+def test_a_gradient_that_two_would_clip_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    with tiered(model, make_plan("host", max_grad_norm=0.5), tmp_path / "state") as session:
+        trainer = make_trainer(model, session.optimizer, tmp_path / "trainer", callbacks=[TieredCallback(session)])
+        with pytest.raises(OverspillError, match=r"OVS504.*1\.0 in the Trainer, 0\.5 in the plan"):
+            trainer.train()

@@ -50,6 +50,14 @@ class TieredCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """The first moment at which the schedule and the Trainer's step are known."""
         session = self._session
+        if session.plan.max_grad_norm is not None and args.max_grad_norm:
+            raise OverspillError(
+                "OVS504",
+                "Both the Trainer and the plan would clip the gradient.",
+                field="max_grad_norm",
+                value=f"{args.max_grad_norm} in the Trainer, {session.plan.max_grad_norm} in the plan",
+                next_step="Leave plan.max_grad_norm out; the Trainer clips and logs grad_norm as always.",
+            )
         self._check_step(state)
         session.track(scheduler=kwargs["lr_scheduler"])
         self._restore_generators = session.restored is not None and state.global_step > 0
