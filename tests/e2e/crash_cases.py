@@ -63,6 +63,7 @@ class Case:
     placement: Literal["host", "disk", "mixed"] = "disk"
     overlap: Literal["step", "forward"] = "forward"
     durability: Durability = "step"
+    directories: tuple[str, ...] = ()
 
     def plan(self) -> dict[str, Any]:
         host = {"host": 1.0, "disk": 0.0, "mixed": 0.4}[self.placement]
@@ -75,6 +76,7 @@ class Case:
             "staging_nbytes": 4 * 16384 * 10,
             "max_grad_norm": 0.5,
             "keep_last": 2,
+            "directories": self.directories,
         }
 
     @property

@@ -90,6 +90,21 @@ def test_kills_while_it_starts_and_while_it_resumes_lose_nothing(
     assert run.result() == undisturbed
 
 
+def test_kills_with_state_on_two_disks_leave_no_orphans_and_lose_nothing(
+    worker: Worker, undisturbed: Result, tmp_path: Path, begin: list[Run]
+) -> None:
+    disks = [tmp_path / "disk0", tmp_path / "disk1"]
+    run = _new(begin, worker, tmp_path, Case("disk", "forward", "N", directories=tuple(map(str, disks))))
+    for label in ("new-directory", "slot-names", "manifest", "commit"):
+        assert _die_in_a_row(run, [(label, 1, False)], finish=False) == [label]
+    run.kill_at(SAVE_EVERY + 2)
+    run.finish()
+    assert run.result() == undisturbed
+    for disk in disks:
+        assert len(list(disk.iterdir())) == 1, "what a killed start had made there was taken back"
+        assert len(list(next(disk.iterdir()).glob("slots/*"))) > 0
+
+
 DECIDING = [
     (label, count, after)
     for label, count in (
@@ -109,8 +124,8 @@ DECIDING = [
 ]
 
 
-def _die_in_a_row(run: Run, instants: list[tuple[str, int, bool]]) -> list[str]:
-    """Kill a run at each instant in turn; gives those that were reached."""
+def _die_in_a_row(run: Run, instants: list[tuple[str, int, bool]], *, finish: bool = True) -> list[str]:
+    """Kill a run at each instant in turn, then let it finish; gives the instants that were reached."""
     reached = []
     for label, count, after in instants:
         before = run.step()
@@ -119,7 +134,8 @@ def _die_in_a_row(run: Run, instants: list[tuple[str, int, bool]]) -> list[str]:
             break
         reached.append(label)
     else:
-        run.finish()
+        if finish:
+            run.finish()
     return reached
 
 
