@@ -117,6 +117,31 @@ def test_a_checkpoint_can_be_gone_back_to_bit_for_bit(tmp_path: Path) -> None:
     session.close()
 
 
+def test_weights_edited_after_a_commit_are_in_the_checkpoint_and_go_on_from_there(tmp_path: Path) -> None:
+    settings = plan(0.5, durability=Durability(every_steps=1))
+    results = []
+    for resumes in (False, True):
+        directory = tmp_path / str(resumes)
+        model, session, scheduler = start(directory, settings)
+        torch.manual_seed(5)
+        random.seed(1)
+        np.random.seed(1)
+        for _ in range(3):
+            one_step(model, session, scheduler)
+        session.flush()
+        assert session.committed_step == 3
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)
+        session.checkpoint("edited")
+        if resumes:
+            session.close()
+            model, session, scheduler = start(directory, settings, resume="edited")
+            session.restore_rng()
+        results.append([one_step(model, session, scheduler) for _ in range(3)])
+        session.close()
+    assert results[0] == results[1]
+
+
 def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     model, session, scheduler = start(tmp_path, plan(1.0, keep_last=2))
     for step in range(1, 6):

@@ -198,7 +198,7 @@ class Committer:
         step = self._session.step
         if step == 0:
             raise OverspillError("OVS504", "There is nothing to save before the first step.", field="checkpoint")
-        if store.committed_step != step:
+        if store.committed_step != step or any(block.weights_dirty for block in self._session.blocks):
             self.commit_now()
         path = store.pin(name)
         pins = store.pins()
@@ -220,7 +220,9 @@ class Committer:
     def _decide(self, step: int, extra: dict[str, Any], written_out: set[int]) -> None:
         store = self._need_store("commit")
         self._write_the_rest(written_out)
-        prepared = store.prepare(step, extra)
+        # Weights that were edited since their last update: their master starts anew from them, also after a resume.
+        edited = [live.place.name for live in self._session.live_parameters if live.resync and live.steps]
+        prepared = store.prepare(step, {**extra, "edited": edited})
         store.commit(prepared)
         for block in self._session.blocks:
             block.weights_dirty = block.resident_dirty = False
@@ -254,7 +256,7 @@ class Committer:
             block.weights_dirty = block.resident_dirty = False
             for live in block.parameters:
                 live.steps = int(saved["steps"][live.place.name])
-                live.resync = live.steps == 0
+                live.resync = live.steps == 0 or live.place.name in saved["edited"]
                 if live.on_device:
                     with torch.no_grad():
                         live.parameter.data.copy_(live.weight)

@@ -310,6 +310,7 @@ class Session:
         The oldest pins beyond plan.keep_last are dropped. Raises OverspillError OVS504 without a store.
         """
         self.flush()
+        adopt_edits(self._live.values(), self._committer.holds_weights)
         return self._committer.checkpoint(name)
 
     def expect_checkpoint(self, every_steps: int = 0, *, at: Iterable[int] = ()) -> None:
