@@ -219,7 +219,7 @@ class Run:
             while not (self._is_training() and self.step() >= wait_until) and _alive(pid):
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
-            time.sleep(draw.random() * 0.1 if draw else 0.0)
+            time.sleep(draw.random() * 0.03 if draw else 0.0)
         else:
             time.sleep(wait_until)
         with contextlib.suppress(ProcessLookupError):

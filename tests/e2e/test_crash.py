@@ -81,11 +81,12 @@ def test_kills_while_it_starts_and_while_it_resumes_lose_nothing(
     worker: Worker, undisturbed: Result, tmp_path: Path, begin: list[Run]
 ) -> None:
     run = _new(begin, worker, tmp_path, Case("mixed", "forward", "step"))
-    for seconds in (0.02, 0.08, 0.2):
-        assert run.kill_at(seconds) == "begin"
+    # In a start, in a training and in a resume of any speed; whatever the instant, nothing may be lost.
+    for seconds in (0.02, 0.05, 0.1, 0.2):
+        assert run.kill_at(seconds) in ("begin", "train")
     assert run.kill_at(SAVE_EVERY + 1) == "train"
-    for seconds in (0.05, 0.2):
-        assert run.kill_at(seconds) == "begin"
+    for seconds in (0.05, 0.1, 0.2):
+        assert run.kill_at(seconds) in ("begin", "train")
     run.finish()
     assert run.result() == undisturbed
 
