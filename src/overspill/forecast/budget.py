@@ -13,8 +13,8 @@ from overspill.forecast.state import TrainingState
 
 __all__ = ["CHUNK_NUMEL", "Division", "divide", "smallest_budget"]
 
-CHUNK_NUMEL: Final = 1024 * 1024  # elements; 4 MiB a request and class in fp32, which reaches a drive's full speed
-SMALLEST_CHUNK_NUMEL: Final = 64 * 1024  # 256 KiB a request: below it a drive is bound by requests, not by bytes
+CHUNK_NUMEL: Final = 1024 * 1024  # elements; 4 MiB a request and class in fp32, as in the prototype of DESIGN.md §6
+SMALLEST_CHUNK_NUMEL: Final = 64 * 1024  # 256 KiB a request in fp32; a choice, not measured
 _CHUNK_STEP_NUMEL: Final = 2048
 FEWEST_BUFFERS: Final = 4  # one being read, one waiting, one in the kernel, one being written
 #: More buffers hide more: with I/O equal to compute, 3 give 1.56 times the compute, 12 give 1.18 (DESIGN.md §6).

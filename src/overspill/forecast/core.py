@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 #: Anonymous memory of Python with torch and transformers before the first parameter. Source: DESIGN.md §9, "about
-#: 250 MiB"; measured again with torch 2.13 and transformers 5.24 (docs/theory/memory.md, `base`). A run measures it.
+#: 250 MiB"; 256 MiB here with torch 2.13 and transformers 5.24 (docs/theory/memory.md, `base`). A run measures it.
 BASE_NBYTES = 250 * MiB
 #: A forked data worker: 8 MiB of its own, and pages of the parent that it keeps when the parent writes to them.
 #: Measured: benchmarks/results/2026-11-29-budget.md.

@@ -26,7 +26,7 @@ __all__ = ["plan"]
 
 #: A prediction may be short of the truth by this factor; durability must not be.
 _STEP_SECONDS_MARGIN = 2.0
-#: More threads than this did not make one drive faster (benchmarks/disk.py), and each holds a buffer.
+#: A choice, not a measurement: 4 threads reached the disk's mixed speed in the prototype of DESIGN.md §6.
 _MOST_IO_THREADS = 4
 
 
