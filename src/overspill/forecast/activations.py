@@ -19,7 +19,8 @@ __all__ = ["Batch", "Phase", "activation_phases", "boundary_bytes_per_token", "s
 # [Note: Malloc] glibc (seen: 2.36) cannot give a freed aligned block to the next request of the same size, so a
 # heap of activations grows to 1.2 to 1.4 times what is alive, and keeps it. The session therefore maps large blocks
 # (M_MMAP_THRESHOLD) and trims when memory nears its limit (train/governor.py). The benchmark trims before each loss;
-# measured so, the peak at the loss is what is alive plus two runs of the heap that are partly in use. During the forward and a recomputation the holes are still there.
+# measured so, the peak at the loss is what is alive plus two runs of the heap that are partly in use. During the
+# forward and a recomputation the holes are still there.
 MMAP_THRESHOLD_NBYTES: Final = 8 * MiB
 HEAP_RUNS: Final = 2
 # [Note: Fitted] Two figures here are fitted and not derived, on the cases of benchmarks/activations.py that are not
