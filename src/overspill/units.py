@@ -7,6 +7,7 @@ says which. Everything inside Overspill is a plain number whose name carries the
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final
 
@@ -50,7 +51,7 @@ def parse_nbytes(value: str | int | float, field: str = "nbytes") -> int:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise OverspillError("OVS102", "Bytes are a number or a text.", field=field, value=value)
     if not isinstance(value, str):
-        if value < 0 or value != int(value):
+        if not 0 <= value < math.inf or value != int(value):
             raise OverspillError(
                 "OVS102", "Bytes are a whole number, 0 or more.", field=field, value=value, next_step='Write "24GiB".'
             )
@@ -64,6 +65,8 @@ def parse_nbytes(value: str | int | float, field: str = "nbytes") -> int:
         near = known.get(unit.lower()) or known.get(unit.lower() + "b") or known.get(unit.lower() + "ib")
         hint = f"Did you mean {near}?" if near else f"Known units: {', '.join(_FACTOR_BY_UNIT)}."
         raise OverspillError("OVS102", f"{unit!r} is not a unit of bytes.", field=field, value=value, next_step=hint)
+    if not math.isfinite(number * factor):
+        raise OverspillError("OVS102", "That is more than any machine holds.", field=field, value=value)
     return round(number * factor)
 
 
@@ -76,7 +79,9 @@ def parse_bytes_per_s(value: str | int | float, field: str = "bytes_per_s") -> f
                 "OVS102", "A rate ends in /s.", field=field, value=value, next_step='Write it as in "7GB/s".'
             )
         return float(parse_nbytes(text[:-2], field))
-    return float(parse_nbytes(value, field))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise OverspillError("OVS102", "A rate is a number, 0 or more, or a text.", field=field, value=value)
+    return float(value)
 
 
 def parse_seconds(value: str | int | float, field: str = "seconds") -> float:
@@ -84,8 +89,8 @@ def parse_seconds(value: str | int | float, field: str = "seconds") -> float:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise OverspillError("OVS102", "A duration is a number or a text.", field=field, value=value)
     if not isinstance(value, str):
-        if value < 0:
-            raise OverspillError("OVS102", "A duration is 0 or more.", field=field, value=value)
+        if not 0 <= value < math.inf:
+            raise OverspillError("OVS102", "A duration is 0 or more, and finite.", field=field, value=value)
         return float(value)
     number, unit = _split(value, field, '"10min"')
     factor = _SECONDS_BY_UNIT.get(unit or "s")
