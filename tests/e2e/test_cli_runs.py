@@ -266,3 +266,16 @@ def test_removing_a_run_takes_its_state_on_other_disks(inputs: Path, tmp_path: P
     assert run(["runs", "rm", str(path), "--yes"]) == 0
     assert not path.exists()
     assert not any(other.iterdir())
+
+
+def test_the_forecast_says_what_a_crash_would_cost(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def at_risk(*settings: str) -> str:
+        arguments = [part for setting in settings for part in ("--set", setting)]
+        assert run(["forecast", str(inputs / "job.toml"), *arguments]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if "at risk" in line)
+
+    assert "the step under way" in at_risk("plan.durability=step")
+    assert "at most 5 steps" in at_risk("plan.durability=5")
+    assert "at most 8 steps" in at_risk("plan.durability=checkpoint")
+    assert "the whole run" in at_risk("plan.durability=checkpoint", "train.save_every=0")
+    assert "the whole run" in at_risk("plan.durability=100", "train.save_every=0")

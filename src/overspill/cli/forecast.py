@@ -104,11 +104,15 @@ def print_forecast(job: Job, plan: Plan, forecast: Forecast) -> None:
 
 
 def _at_risk(job: Job, plan: Plan) -> str:
-    every = plan.durability.every_steps
-    if every == 0:
-        every = job.train.save_every
-        return f"at most {every} steps (since the last checkpoint)" if every else "the whole run until it is saved"
-    return "at most the step under way" if every == 1 else f"at most {every} steps"
+    """What a crash may cost, in steps; a checkpoint commits as well."""
+    steps = job.train.steps
+    periods = [period for period in (plan.durability.every_steps, job.train.save_every) if period]
+    every = min(periods, default=0)
+    if every == 1:
+        return "at most the step under way"
+    if every == 0 or (steps is not None and every >= steps):
+        return "the whole run, which is saved at its end and at Ctrl-C"
+    return f"at most {every} steps"
 
 
 def _read(forecast: Forecast) -> int:
