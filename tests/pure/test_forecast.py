@@ -101,6 +101,13 @@ def test_the_forecast_of_a_plan_holds_what_the_plan_says_within_its_budget() -> 
     assert made.disk_nbytes == 3 * made.written_nbytes_committing["disk"]
 
 
+def test_a_separate_master_makes_a_committed_version_fourteen_bytes_a_parameter() -> None:
+    wishes = job(memory="1400MiB", master="fp32", durability="step")
+    made = forecast(wishes, MACHINE, SHAPE, plan=plan(wishes, MACHINE, SHAPE))
+    assert made.written_nbytes_committing["disk"] == pytest.approx(14 * made.parameters, rel=1e-2)
+    assert made.disk_nbytes == 3 * made.written_nbytes_committing["disk"]
+
+
 def test_without_a_plan_the_forecast_divides_the_budget_as_the_planner_does() -> None:
     wishes = job(memory="1200MiB", durability="checkpoint")
     unplanned = forecast(wishes, MACHINE, SHAPE)

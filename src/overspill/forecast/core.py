@@ -232,7 +232,7 @@ def step_seconds(
         chunks=plan_chunks(state.block_numels, chunk_numel=chunk, resident_numel=division.cached_numel),
         buffers=max(buffers, 2),
         state_nbytes=per_element.optimizer,
-        weight_nbytes=per_element.committed_weights,
+        weight_nbytes=per_element.weights,
         update_nbytes=per_element.update,
         overlap=overlap,
     )

@@ -22,16 +22,12 @@ _RESIDUAL = 2  # the 16 bits that complete a bf16 weight to an fp32 master
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes per trained element, by class.
-
-    committed_weights: of the weights in a committed version; 0 where a master in fp32 holds them already.
-    """
+    """Bytes per trained element, by class."""
 
     weights: int
     gradients: int
     master: int
     moments: int
-    committed_weights: int
 
     @property
     def optimizer(self) -> int:
@@ -40,8 +36,8 @@ class StateBytes:
 
     @property
     def version(self) -> int:
-        """One committed version on disk."""
-        return self.optimizer + self.committed_weights
+        """One committed version on disk; it holds the weights in every format (docs/decisions/0006)."""
+        return self.optimizer + self.weights
 
     @property
     def update(self) -> int:
@@ -62,7 +58,6 @@ def state_bytes(job: Job) -> StateBytes:
         gradients=_FP32 if job.plan.grad_dtype == "fp32" else weights,
         master=master,
         moments=kept * (_FP32 if job.plan.moments == "fp32" else 2),
-        committed_weights=0 if master == _FP32 else weights,
     )
 
 
