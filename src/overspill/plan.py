@@ -64,6 +64,13 @@ class StateFormat(Frozen):
     def exact(self) -> bool:
         return self.moments == "fp32"
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a forecast and a run say of the format: nothing, unless it changes numbers."""
+        if self.exact:
+            return ()
+        return ("Moments are kept in bf16, which is not exact: numbers differ from those of moments in fp32.",)
+
 
 class Overlap(StrEnum):
     """When updates run: all done when ``step()`` returns, or before the next use of each block."""

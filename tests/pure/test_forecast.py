@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import overspill
+from overspill.cli.forecast import print_forecast
 from overspill.errors import OverspillError
 from overspill.forecast import Batch, Forecast, activation_phases, forecast
 from overspill.forecast.activations import saved_bytes_per_token
@@ -106,6 +107,23 @@ def test_a_separate_master_makes_a_committed_version_fourteen_bytes_a_parameter(
     made = forecast(wishes, MACHINE, SHAPE, plan=plan(wishes, MACHINE, SHAPE))
     assert made.written_nbytes_committing["disk"] == pytest.approx(14 * made.parameters, rel=1e-2)
     assert made.disk_nbytes == 3 * made.written_nbytes_committing["disk"]
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_moments_in_bf16_are_labelled_not_exact(planned: bool) -> None:
+    for moments, exact in (("fp32", True), ("bf16", False)):
+        wishes = job(moments=moments)
+        made = forecast(wishes, MACHINE, SHAPE, plan=plan(wishes, MACHINE, SHAPE) if planned else None)
+        assert (made.exact, made.notes == ()) == (exact, exact)
+        assert exact or "not exact" in made.notes[0]
+
+
+def test_the_printed_forecast_says_that_bf16_moments_are_not_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    for moments in ("fp32", "bf16"):
+        wishes = job(moments=moments)
+        resolved = plan(wishes, MACHINE, SHAPE)
+        print_forecast(wishes, resolved, forecast(wishes, MACHINE, SHAPE, plan=resolved))
+        assert ("not exact" in " ".join(capsys.readouterr().out.split())) == (moments == "bf16")
 
 
 def test_without_a_plan_the_forecast_divides_the_budget_as_the_planner_does() -> None:

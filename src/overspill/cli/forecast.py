@@ -96,6 +96,7 @@ def print_forecast(job: Job, plan: Plan, forecast: Forecast) -> None:
         f"{format_nbytes(_written(plan, forecast))} written"
         + ("" if forecast.step_seconds is None else f", about {format_seconds(forecast.step_seconds)}"),
         f"at risk in a crash: {_at_risk(job, plan)}",
+        *forecast.notes,
         f"{forecast.verdict}: {forecast.reason}",
     ]
     for fact in facts:

@@ -19,7 +19,7 @@ from overspill.forecast.state import TrainingState, training_state
 from overspill.job import Job
 from overspill.machine import Disk, Machine
 from overspill.model import ModelShape, read_config
-from overspill.plan import Overlap, Plan, Tier
+from overspill.plan import Overlap, Plan, StateFormat, Tier
 from overspill.schedule import StepPlan, plan_chunks
 from overspill.schema import Frozen, Nbytes
 from overspill.units import MiB, format_nbytes
@@ -87,6 +87,8 @@ class Forecast(Frozen):
     step_seconds: float | None = None
     verdict: Literal["fits", "tight", "does not fit"]
     reason: str
+    exact: bool = Field(default=True, description="Numbers are those of the optimizer with its state in full.")
+    notes: tuple[str, ...] = Field(default=(), description="What the state's format changes, one sentence each.")
 
 
 def forecast(
@@ -137,6 +139,7 @@ def forecast(
     highest = max(phases, key=lambda phase: phase.nbytes, default=Phase("not known"))
     verdict, reason = _verdict(peak, smallest, budget, machine, fits=division is not None)
     overlap = plan.overlap if plan else Overlap(job.plan.overlap)
+    form = plan.state_format if plan else StateFormat(master=job.plan.master, moments=job.plan.moments)
     return Forecast(
         family=shape.family,
         parameters=shape.total_numel,
@@ -167,6 +170,8 @@ def forecast(
         ),
         verdict=verdict,
         reason=reason,
+        exact=form.exact,
+        notes=form.notes,
     )
 
 
