@@ -102,7 +102,7 @@ class TrainConfig(Frozen):
     micro_batch: int = Field(default=1, ge=1, description="Sequences per forward.")
     accumulation: int = Field(default=1, ge=1, description="Micro-batches per optimizer step.")
     seed: int = Field(default=0, ge=0, description="Of dropout, shuffling and random weights.")
-    threads: int | None = Field(default=None, ge=1, description="Compute threads; part of what makes bits repeat.")
+    threads: int | None = Field(default=None, ge=1, description="Compute threads, of torch and of the updates; part of what makes bits repeat.")
     eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at the end.")
     save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only at the end.")
 
@@ -146,6 +146,9 @@ class PlanConfig(Frozen):
     )
     grad_dtype: Literal["param", "fp32"] = Field(
         default="param", description="dtype that gradients are kept and accumulated in."
+    )
+    verify_reads: bool = Field(
+        default=False, description="Check the checksum of every read of disk state, not only at resume."
     )
 
 

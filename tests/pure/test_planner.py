@@ -117,6 +117,18 @@ def test_the_work_at_risk_bounds_the_steps_between_commits() -> None:
     assert 1 <= short < long
 
 
+def test_the_jobs_threads_are_also_the_kernels() -> None:
+    asked = Job.read({**job().model_dump(), "train": {"steps": 10, "threads": 3}})
+    assert plan(asked, MACHINE, SHAPE).kernel_threads == 3
+    assert plan(job(), MACHINE, SHAPE).kernel_threads == MACHINE.physical_cores
+
+
+@pytest.mark.parametrize("wish", [True, False])
+def test_a_job_may_ask_for_every_read_to_be_checked(wish: bool) -> None:
+    assert plan(job(verify_reads=wish), MACHINE, SHAPE).verify_reads is wish
+    assert not plan(job(), MACHINE, SHAPE).verify_reads
+
+
 def test_where_speeds_are_not_known_every_step_is_made_durable() -> None:
     unknown = Machine(memory_nbytes=24 * GiB, available_nbytes=20 * GiB)
     assert plan(job(), unknown, SHAPE).durability.every_steps == 1

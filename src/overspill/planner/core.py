@@ -95,10 +95,11 @@ def plan(
         staging_nbytes=division.staging_nbytes,
         read_threads=read_threads,
         write_threads=write_threads,
-        kernel_threads=max(1, min(machine.physical_cores, machine.threads)),
+        kernel_threads=job.train.threads or max(1, min(machine.physical_cores, machine.threads)),
         nonfinite=wishes.nonfinite,
         grad_dtype=wishes.grad_dtype,
         max_grad_norm=job.optimizer.max_grad_norm,
+        verify_reads=wishes.verify_reads,
     )
 
 
