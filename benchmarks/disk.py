@@ -5,7 +5,7 @@
     python benchmarks/disk.py --system overspill,python_odirect,fio --op write,read,mixed   # interleaved rounds
     python benchmarks/disk.py --system overspill --op mixed --sweep                         # threads and requests
 
-One JSON line per result, keys as in shared peer scripts: GBps is the sum of both directions, ``write`` ends with
+One JSON line per result: GBps is the sum of both directions, ``write`` ends with
 everything durable (overspill: a commit; python_odirect: fsync; fio: end_fsync), ``mixed`` reads one version while it
 writes the next. The store is used as training uses it: chunks of ``--request`` bytes from ``--threads`` readers and as
 many writers, checksums on. python_odirect is the same number of plain threads on two plain files, nothing else.

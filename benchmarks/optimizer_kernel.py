@@ -6,7 +6,7 @@
 
 Systems of one call run in turns (round 1 of each, round 2 of each, …) on the same fp32 arrays, so that a machine
 whose speed drifts is unfair to none. "stream" moves Adam's seven streams with trivial arithmetic: the limit.
-The keys are those of the peer scripts: GBps = params_per_s × bytes_per_param, each stream counted once;
+Of the keys, GBps = params_per_s × bytes_per_param, each stream counted once;
 other_cpu is the share of one core that other processes took: above 0.1 discard the timing.
 """
 

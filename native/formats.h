@@ -2,8 +2,8 @@
 // Not here: loops or dispatch. This file is included by each SIMD clone inside its own namespace, so every
 // function is internal to the clone and forced inline: one clone's machine code never leaks into another.
 //
-// The split (bf16 weight + 16-bit residual = fp32, lossless) is the design of DESIGN notes "split master";
-// see docs/theory/arithmetic.md for the proof that it reconstructs every fp32 number, overflow included.
+// docs/theory/arithmetic.md has the proof that the split master (bf16 weight + 16-bit residual = fp32) is lossless:
+// it reconstructs every fp32 number, overflow included.
 //
 // No include guard: it is meant to be included once per clone.
 

@@ -1,4 +1,4 @@
-"""The layers of DESIGN §3 hold: pure ones need no torch, nothing imports sideways or upwards, files stay short.
+"""The layers of docs/theory/architecture.md hold: pure ones need no torch, nothing imports sideways or upwards, files stay short.
 
 The order is written down once, here. A folder or file of src/overspill that it does not know makes the test fail, so
 that a new one gets its place.
@@ -20,7 +20,7 @@ PACKAGE = ROOT / "src" / "overspill"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("_native", "errors"),
     ("units",),
-    ("schema", "catalog"),
+    ("schema", "catalog", "files"),
     ("job", "machine", "plan", "report"),
     ("model", "probe"),
     ("schedule",),

@@ -13,11 +13,11 @@ from overspill.forecast.state import TrainingState
 
 __all__ = ["CHUNK_NUMEL", "Division", "divide", "smallest_budget"]
 
-CHUNK_NUMEL: Final = 1024 * 1024  # elements; 4 MiB a request and class in fp32, as in the prototype of DESIGN.md §6
+CHUNK_NUMEL: Final = 1024 * 1024  # elements; 4 MiB a request and class in fp32 (docs/decisions/0002-disk-store.md)
 SMALLEST_CHUNK_NUMEL: Final = 64 * 1024  # 256 KiB a request in fp32; a choice, not measured
 _CHUNK_STEP_NUMEL: Final = 2048
 FEWEST_BUFFERS: Final = 4  # one being read, one waiting, one in the kernel, one being written
-#: More buffers hide more: with I/O equal to compute, 3 give 1.56 times the compute, 12 give 1.18 (DESIGN.md §6).
+#: More buffers hide more: figures in docs/theory/architecture.md, "Sizes that were chosen".
 WANTED_BUFFERS: Final = 16
 #: The staging ring's share of what is free, when a budget is too small for the wanted one.
 STAGING_SHARE: Final = 4

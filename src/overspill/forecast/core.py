@@ -36,8 +36,8 @@ __all__ = [
     "step_seconds",
 ]
 
-#: Anonymous memory of Python with torch and transformers before the first parameter. Source: DESIGN.md §9, "about
-#: 250 MiB"; 256 MiB here with torch 2.13 and transformers 5.24 (docs/theory/memory.md, `base`). A run measures it.
+#: Anonymous memory of Python with torch and transformers before the first parameter. 256 MiB were seen
+#: with torch 2.13 and transformers 5.24 (docs/theory/memory.md, `base`). A run measures its own.
 BASE_NBYTES = 250 * MiB
 #: A forked data worker: 8 MiB of its own, and pages of the parent that it keeps when the parent writes to them.
 #: Measured: benchmarks/results/2026-11-29-budget.md.

@@ -2,7 +2,7 @@
 
 The division of memory is forecast/budget.py's; here are the choices around it: the budget when none is given, the
 durability, the threads. It searches nothing yet: on one machine with two tiers the best division is known (cache as
-much optimizer state as fits, earliest blocks first; ANCHORS: a fixed set is as good as Belady's for a cyclic order).
+much optimizer state as fits, earliest blocks first; docs/theory/architecture.md, "Sizes that were chosen").
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["plan"]
 
 #: A prediction may be short of the truth by this factor; durability must not be.
 _STEP_SECONDS_MARGIN = 2.0
-#: A choice, not a measurement: 4 threads reached the disk's mixed speed in the prototype of DESIGN.md §6.
+#: A choice: from 2 to 8 threads the same mixed speed was measured (docs/decisions/0002-disk-store.md).
 _MOST_IO_THREADS = 4
 
 
