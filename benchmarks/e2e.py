@@ -21,7 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-CGROUP = Path("/sys/fs/cgroup/memory")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # it is run as a file
+
+from testing.cgroup import MemoryGroup, limit_here, missing  # noqa: E402
+
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {
         "hidden_size": 128,
@@ -238,13 +242,14 @@ def launch(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     """Run the worker as a child, inside a memory cgroup if a limit is given."""
     group = None
     if args.memory_mib:
-        group = CGROUP / f"overspill_bench_{os.getpid()}"
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(args.memory_mib << 20))
+        if (reason := missing()) is not None:
+            raise SystemExit(f"--memory needs a memory control group: {reason}")
+        group = MemoryGroup()
+        limit_here(group.path, args.memory_mib << 20)
 
     def enter() -> None:
         if group is not None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
+            (group.path / "cgroup.procs").write_text(str(os.getpid()))
 
     child = subprocess.Popen(
         [sys.executable, __file__, "--worker", *argv],
@@ -266,14 +271,9 @@ def launch(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         tail = " | ".join(line for line in err.splitlines()[-3:] if line.strip())
         result = {"bench": "e2e", "system": "overspill", "error": f"exit {child.returncode}", "tail": tail[-600:]}
     if group is not None:
-        result["cg_max_usage_MiB"] = int((group / "memory.max_usage_in_bytes").read_text()) >> 20
-        result["cg_failcnt"] = int((group / "memory.failcnt").read_text())
-        for _ in range(50):
-            try:
-                group.rmdir()
-                break
-            except OSError:
-                time.sleep(0.1)
+        result["cg_max_usage_MiB"] = group.peak_nbytes >> 20
+        result["cg_failcnt"] = group.limit_hits
+        group.close()
     return result
 
 

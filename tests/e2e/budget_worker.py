@@ -25,7 +25,7 @@ from overspill.interop.hf import load_tokenizer
 from overspill.observe.metrics import MetricsWriter
 from overspill.plan import Plan
 from overspill.report import StepReport
-from testing.cgroup import file_nbytes_here, limit_here
+from testing.cgroup import limit_here, reset_peak_here, use_here
 
 SLACK = 0.05
 
@@ -105,12 +105,12 @@ def main() -> None:
     transformers.AutoModelForCausalLM, transformers.Trainer  # noqa: B018 - transformers imports at first use
     del tokenizer
     group = Path(request["group"])
-    anonymous, mapped = anonymous_nbytes(), file_nbytes_here(group)
+    anonymous, mapped = anonymous_nbytes(), use_here(group)["mapped"]
     plan = Plan.read(request["plan"])
     limit = int((anonymous + mapped + plan.memory_nbytes) * (1 + SLACK))
     if request.get("limit", True):
         limit_here(group, limit)
-    (group / "memory.max_usage_in_bytes").write_text("0")
+    reset_peak_here(group)
     answer = {"anonymous_nbytes": anonymous, "file_nbytes": mapped, "limit_nbytes": limit}
     file.with_suffix(".answer").write_text(json.dumps(answer))
     do = request["do"]
@@ -121,8 +121,7 @@ def main() -> None:
     else:
         use_trainer(request, plan, accelerate=do == "accelerate")
     answer["end_anonymous_nbytes"] = anonymous_nbytes()
-    rows = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    answer["end"] = {key: int(rows[key]) for key in ("rss", "cache", "mapped_file", "shmem")}
+    answer["end"] = use_here(group)
     file.with_suffix(".answer").write_text(json.dumps(answer))
 
 
