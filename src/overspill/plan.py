@@ -6,11 +6,12 @@ turns it into operations; `train` executes those and `forecast` simulates them. 
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from overspill.schema import Frozen, Nbytes
 from overspill.units import MiB
@@ -105,6 +106,9 @@ class Plan(Frozen):
     directories: tuple[Path, ...] = Field(
         default=(), description="Where disk state lives; several disks share the load."
     )
+    directory_weights: tuple[float, ...] = Field(
+        default=(), description="Share of each directory, as measured bytes per second; none: equal shares."
+    )
     chunk_numel: int = Field(
         default=1024 * 1024, ge=2048, multiple_of=2048, description="Elements moved and updated as one."
     )
@@ -116,6 +120,15 @@ class Plan(Frozen):
     grad_dtype: Literal["param", "fp32"] = "param"
     max_grad_norm: float | None = Field(default=None, gt=0)
     verify_reads: bool = Field(default=False, description="Check the checksum of every read, not only at resume.")
+
+    @field_validator("directory_weights")
+    @classmethod
+    def _one_weight_each(cls, weights: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
+        if weights and len(weights) != len(info.data.get("directories", ())):
+            raise ValueError("give one weight for each directory, or none")
+        if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+            raise ValueError("a weight is a positive number")
+        return weights
 
     @property
     def uses_disk(self) -> bool:

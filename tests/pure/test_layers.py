@@ -1,5 +1,6 @@
-"""The layers of docs/theory/architecture.md hold: pure ones need no torch, nothing imports sideways or upwards, files stay short.
+"""The layers of docs/theory/architecture.md hold: pure ones need no torch, nothing imports sideways or upwards.
 
+Files stay short, too.
 The order is written down once, here. A folder or file of src/overspill that it does not know makes the test fail, so
 that a new one gets its place.
 """

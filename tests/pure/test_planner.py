@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from overspill.forecast.state import StateBytes, TrainingState, training_state
 from overspill.job import Job
 from overspill.machine import Disk, Machine
 from overspill.model import ModelShape
+from overspill.plan import Plan
 from overspill.planner import plan
 from overspill.units import GiB, MiB
 
@@ -127,6 +129,32 @@ def test_the_jobs_threads_are_also_the_kernels() -> None:
 def test_a_job_may_ask_for_every_read_to_be_checked(wish: bool) -> None:
     assert plan(job(verify_reads=wish), MACHINE, SHAPE).verify_reads is wish
     assert not plan(job(), MACHINE, SHAPE).verify_reads
+
+
+def test_directories_share_the_state_by_their_measured_speed() -> None:
+    fast, slow = (
+        Disk(directory=name, read_bytes_per_s=2e9, write_bytes_per_s=1e9, mixed_bytes_per_s=speed)
+        for name, speed in (("/fast", 3e9), ("/slow", 1e9))
+    )
+    unmeasured = Disk(directory="/slow")
+    wishes = job(directories=("/slow", "/fast"))
+    for disks, weights in (
+        ((fast, slow), (1e9, 3e9)),  # in the order of the directories, not of the machine's disks
+        ((fast, unmeasured), ()),  # nothing to compare with: equal shares
+        ((fast,), ()),
+    ):
+        machine = MACHINE.model_copy(update={"disks": disks})
+        resolved = plan(wishes, machine, SHAPE)
+        assert [str(one) for one in resolved.directories] == ["/slow", "/fast"]
+        assert resolved.directory_weights == weights
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 0.0), (1.0, 2.0, 3.0), (float("inf"), 1.0)])
+def test_weights_that_do_not_fit_the_directories_are_refused(weights: tuple[float, ...]) -> None:
+    fields = {"memory_nbytes": 1 * GiB, "directories": (Path("/a"), Path("/b"))}
+    assert Plan.read(fields | {"directory_weights": (1.0, 2.0)}).directory_weights == (1.0, 2.0)
+    with pytest.raises(OverspillError, match="directory_weights"):
+        Plan.read(fields | {"directory_weights": weights})
 
 
 def test_where_speeds_are_not_known_every_step_is_made_durable() -> None:

@@ -70,6 +70,7 @@ def plan(
     if division is None:
         _refuse(job, state, reserve, budget)
 
+    places = tuple(Path(one) for one in (wishes.directories or directories))
     overlap = Overlap(wishes.overlap)
     read_threads = write_threads = max(2, min(_MOST_IO_THREADS, machine.threads))
     seconds = step_seconds(
@@ -90,7 +91,8 @@ def plan(
         overlap=overlap,
         durability=_durability(job, seconds),
         keep_last=wishes.keep_last,
-        directories=tuple(Path(one) for one in (wishes.directories or directories)),
+        directories=places,
+        directory_weights=_weights(places, machine),
         chunk_numel=division.chunk_numel if division.staging_nbytes else CHUNK_NUMEL,
         staging_nbytes=division.staging_nbytes,
         read_threads=read_threads,
@@ -155,6 +157,13 @@ def _rounded_up(nbytes: int) -> str:
 def _placement(division: Division) -> Placement:
     disk = division.disk_fraction
     return Placement(host=1.0 - disk, disk=disk)
+
+
+def _weights(places: Sequence[Path], machine: Machine) -> tuple[float, ...]:
+    """What each directory's disk was measured to do; nothing, and so equal shares, where one was not measured."""
+    speeds = {Path(disk.directory): disk.mixed_bytes_per_s for disk in machine.disks}
+    weights = tuple(speeds.get(place, 0.0) for place in places)
+    return weights if len(weights) > 1 and all(weights) else ()
 
 
 def _durability(job: Job, seconds: float | None) -> Durability:
