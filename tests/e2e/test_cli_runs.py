@@ -16,6 +16,7 @@ import pytest
 
 from overspill.checkpoint import RunDirectory
 from overspill.cli.main import run
+from overspill.errors import OverspillError
 from overspill.observe.metrics import read_metrics
 from testing.tiny import TINY_PLAY, make_tiny_model
 
@@ -279,3 +280,97 @@ def test_the_forecast_says_what_a_crash_would_cost(inputs: Path, capsys: pytest.
     assert "at most 8 steps" in at_risk("plan.durability=checkpoint")
     assert "the whole run" in at_risk("plan.durability=checkpoint", "train.save_every=0")
     assert "the whole run" in at_risk("plan.durability=100", "train.save_every=0")
+
+
+def _tree(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def _edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("lr = 0.003", "lr = 0.001", "optimizer.lr"),
+        ("eval_fraction = 0.1", "eval_fraction = 0.2", "data.eval_fraction"),
+        ("micro_batch = 2", "micro_batch = 1", "train.micro_batch"),
+        ("weight_decay = 0.01", "weight_decay = 0.5", "optimizer.weight_decay"),
+    ],
+)
+def test_a_setting_that_a_run_keeps_is_refused_before_anything_is_changed(
+    whole: Path, tmp_path: Path, old: str, new: str, named: str
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    _edit(path / "job.toml", old, new)
+    before = _tree(path)
+    with pytest.raises(OverspillError, match=rf"OVS602.*{named}"):
+        run(["resume", str(path), "--from", "step-000016"])
+    assert _tree(path) == before
+
+
+def test_a_changed_text_is_refused_and_neither_tokens_nor_checkpoints_are_lost(
+    inputs: Path, whole: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    text = tmp_path / "other.txt"
+    text.write_text((inputs / "play.txt").read_text() + "And more.")
+    _edit(path / "job.toml", str(inputs / "play.txt"), str(text))
+    before = _tree(path)
+    with pytest.raises(OverspillError, match="OVS602"):
+        run(["resume", str(path), "--from", "step-000008"])
+    assert _tree(path) == before
+
+
+def test_a_run_goes_on_with_its_tokens_when_the_text_is_gone(
+    inputs: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    _edit(path / "job.toml", str(inputs / "play.txt"), str(tmp_path / "gone.txt"))
+    assert run(["resume", str(path), "--from", "step-000016"]) == 0
+    assert "gone.txt is no longer there" in capsys.readouterr().err
+    assert _losses(path) == _losses(whole)
+    _edit(path / "job.toml", "seq_len = 32", "seq_len = 16")
+    with pytest.raises(OverspillError, match="OVS602"):
+        run(["resume", str(path), "--from", "step-000016"])
+
+
+def test_a_finished_run_goes_back_to_a_checkpoint_and_drops_what_was_made_of_later_ones(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    for name in ("step-000016", "step-000024"):
+        assert run(["export", str(path), "--from", name]) == 0
+    _edit(path / "job.toml", "accumulation = 2", "accumulation = 1")
+    capsys.readouterr()
+    assert run(["resume", str(path), "--from", "step-000016"]) == 0
+    said = capsys.readouterr().err
+    assert "Exports of the steps that are done again were dropped: step-000024" in said
+    assert "train.accumulation 2 until now, 1 from here on" in said
+    assert [entry.name for entry in (path / "export").iterdir()] == ["step-000016"]
+    assert _losses(path)[:16] == _losses(whole)[:16]
+    assert _losses(path)[16:] != _losses(whole)[16:]
+    with pytest.raises(OverspillError, match="OVS603"):
+        run(["resume", str(path), "--from", "step-000024"])
+
+
+def test_a_run_that_goes_on_is_not_shown_as_it_last_ended(whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    _edit(path / "job.toml", "steps = 24", "steps = 100000")
+    process = subprocess.Popen([*COMMAND, "resume", str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for_rows(process, path / "metrics.jsonl", 26)
+    finally:
+        process.kill()
+        process.communicate()
+    shown = subprocess.run([*COMMAND, "runs", "show", str(path), "--json"], capture_output=True, text=True, check=True)
+    facts = json.loads(shown.stdout)
+    assert (facts["status"], facts["total_steps"]) == ("not ended", 100000)

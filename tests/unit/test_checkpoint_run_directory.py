@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from overspill.checkpoint import RunDirectory, RunIdentity, RunSummary, find_runs, new_run_path
+from overspill.checkpoint import (
+    RunDirectory,
+    RunIdentity,
+    RunSummary,
+    applied_settings,
+    find_runs,
+    new_run_path,
+    number_settings,
+    refuse_fixed_settings,
+)
 from overspill.checkpoint.run_directory import job_text
 from overspill.errors import OverspillError
 from overspill.job import Job, read_job
@@ -122,11 +133,6 @@ def test_a_finished_run_is_refused_until_more_steps_are_asked_for(tmp_path: Path
     run.refuse_if_finished(_job(steps=20))
 
 
-def test_a_changed_thread_count_is_said(tmp_path: Path) -> None:
-    assert _identity(2).differences(_identity(2)) == []
-    assert _identity(2).differences(_identity(4)) == ["compute threads 2 then, 4 now"]
-
-
 def test_a_damaged_identity_names_its_file(tmp_path: Path) -> None:
     run = _made(tmp_path / "r")
     run.identity_file.write_text("{")
@@ -148,3 +154,68 @@ def test_removing_a_run_takes_everything_and_nothing_beside_it(tmp_path: Path) -
     run.remove()
     assert not run.path.exists()
     assert (tmp_path / "keep.txt").exists()
+
+
+def test_every_name_of_a_new_run_is_synced_in_the_directory_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, set[str]]] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_dir():
+            synced.append((str(path.relative_to(tmp_path)), {entry.name for entry in path.iterdir()}))
+
+    monkeypatch.setattr(os, "fsync", record)
+    run = RunDirectory(tmp_path / "runs" / "deep" / "r").create(_job())
+    run.write_identity(_identity())
+    run.write_summary(RunSummary(status="failed", step=1, total_steps=2))
+    for directory, name in (
+        (".", "runs"),
+        ("runs", "deep"),
+        ("runs/deep", "r"),
+        ("runs/deep/r", "job.toml"),
+        ("runs/deep/r", "run.json"),
+        ("runs/deep/r", "summary.json"),
+    ):
+        assert any(where == directory and name in names for where, names in synced), (directory, name, synced)
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, "OVS401"), (errno.EROFS, "OVS402"), (errno.EIO, "OVS403")])
+def test_a_disk_that_refuses_the_runs_files_is_named_and_no_fault_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: str
+) -> None:
+    run = _made(tmp_path / "r")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    for write in (
+        lambda: RunDirectory(tmp_path / "other").create(_job()),
+        lambda: run.write_identity(_identity()),
+        lambda: run.write_summary(RunSummary(status="failed", step=1, total_steps=2)),
+    ):
+        with pytest.raises(OverspillError, match=code):
+            write()
+
+
+def test_settings_that_a_run_keeps_are_refused_and_the_others_are_said() -> None:
+    then = number_settings(_job())
+    assert applied_settings(then, number_settings(_job())) == []
+    refuse_fixed_settings(then, number_settings(_job(steps=20, save_every=3)), job_file="r/job.toml")
+    assert applied_settings(then, number_settings(_job(steps=20))) == ["train.steps 10 until now, 20 from here on"]
+    with pytest.raises(
+        OverspillError, match=r"OVS602.*So have train.seed.*train.micro_batch, got 2, limit 1 in the run"
+    ):
+        refuse_fixed_settings(then, number_settings(_job(micro_batch=2, seed=4)), job_file="r/job.toml")
+
+
+def test_every_setting_is_either_kept_by_a_run_applied_or_known_to_change_no_number() -> None:
+    free = {"model.path", "model.tokenizer", "model.init", "data.path", "data.num_workers", "train.threads"}
+    free |= {"train.eval_every", "train.save_every"}
+    data = _job().model_dump(mode="json")
+    keys = {f"{table}.{key}" for table, values in data.items() if table != "plan" for key in values}
+    assert keys - free == {key for key in number_settings(_job()) if not key.startswith("plan.")}

@@ -155,7 +155,7 @@ def test_a_disk_that_fills_up_is_named_and_nothing_half_written_stays(tmp_path, 
 
 
 def _dataset(sequences: int, held_out: int, part: str) -> SequenceDataset:
-    facts = DataFacts("k", 8, True, 0, "uint16", sequences, 8 * sequences, 0, 1, {}, 0, 0, 0)
+    facts = DataFacts("k", "s", 8, True, 0, "uint16", sequences, 8 * sequences, 0, 1, {}, 0, 0, 0)
     return SequenceDataset(Path("unused"), facts, held_out=held_out, part=part)  # type: ignore[arg-type]
 
 
@@ -299,3 +299,23 @@ def test_nothing_can_be_held_out_of_one_sequence(tmp_path, tokenizer):
     with pytest.raises(OverspillError, match="one sequence only") as caught:
         prepare_data(config, tokenizer, tmp_path / "data")
     assert caught.value.code == "OVS204"
+
+
+def test_the_token_files_of_a_run_are_not_replaced_by_others(tmp_path, tokenizer):
+    text = tmp_path / "play.txt"
+    shutil.copyfile(TINY_PLAY, text)
+    config = DataConfig(path=str(text), seq_len=64)
+    key = prepare_data(config, tokenizer, tmp_path / "data").facts.key
+    before = (tmp_path / "data" / "tokens.bin").read_bytes()
+    text.write_text(text.read_text() + "more")
+    with pytest.raises(OverspillError, match="OVS602"):
+        prepare_data(config, tokenizer, tmp_path / "data", expected_key=key)
+    text.unlink()
+    with pytest.raises(OverspillError, match="OVS602"):
+        prepare_data(config.model_copy(update={"seq_len": 32}), tokenizer, tmp_path / "data", expected_key=key)
+    kept = prepare_data(config, tokenizer, tmp_path / "data", expected_key=key)
+    assert kept.reused and kept.facts.key == key and "play.txt is no longer there" in kept.notes[0]
+    assert (tmp_path / "data" / "tokens.bin").read_bytes() == before
+    (tmp_path / "data" / "index.json").unlink()
+    with pytest.raises(OverspillError, match=r"OVS204.*does not exist"):
+        prepare_data(config, tokenizer, tmp_path / "data", expected_key=key)

@@ -6,7 +6,8 @@
     RUN/export/     exported models, by checkpoint                RUN/crash.txt           the last unexpected traceback
 
 Pure Python: it is read without torch by `runs`, `export` and `resume` before anything heavy is loaded. Nothing
-here is unpickled, and small files are replaced by a rename, so a crash leaves the old or the new one.
+here is unpickled, and small files are replaced by a rename, so a crash leaves the old or the new one; names are
+synced as well as contents, so that a power cut does not take the run from under its committed steps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pydantic import Field
 
 from overspill import __version__
 from overspill.errors import OverspillError
+from overspill.files import disk_errors, make_directory, replace_text, sync_directory
 from overspill.job import Job, read_job
 from overspill.report import Compared
 from overspill.schema import Frozen
@@ -64,16 +66,6 @@ class RunIdentity(Frozen):
             threads=threads,
         )
 
-    def differences(self, now: RunIdentity) -> list[str]:
-        """What of build, torch and threads differs, in words: then bits may differ though all else is equal."""
-        rows = (
-            ("overspill", self.overspill, now.overspill),
-            ("torch", self.torch, now.torch),
-            ("SIMD", self.simd, now.simd),
-            ("compute threads", self.threads, now.threads),
-        )
-        return [f"{name} {old} then, {new} now" for name, old, new in rows if old != new]
-
 
 class RunSummary(Frozen):
     """``summary.json``: how the last session on this run ended, with the forecast beside the measurement."""
@@ -109,19 +101,15 @@ class RunDirectory:
         """Make the directory for a new run and put the job into it; a start that was killed is taken over.
 
         Raises OverspillError: OVS602 or OVS604 when there is a run already, OVS405 when another process is about to
-        make one, OVS402 when it cannot be made.
+        make one, OVS401, OVS402 or OVS403 when it cannot be made.
         """
         self.refuse_if_taken(job)
         self._made = not self.path.exists()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with disk_errors(self.path, "Cannot make the run directory"):
+            make_directory(self.path, mode=0o700)
             self._claim()
             self.refuse_if_taken(job)  # now that nobody else can begin
-            self._write(self.job_file, job_text(job))
-        except OSError as error:
-            raise OverspillError(
-                "OVS402", f"Cannot make the run directory: {error.strerror}.", field=str(self.path)
-            ) from None
+            replace_text(self.job_file, job_text(job))
         return self
 
     def refuse_if_taken(self, job: Job) -> None:
@@ -196,7 +184,8 @@ class RunDirectory:
         return RunIdentity.read(self._read_json(self.identity_file), source=str(self.identity_file))
 
     def write_identity(self, identity: RunIdentity) -> None:
-        self._write(self.identity_file, identity.model_dump_json(indent=2) + "\n")
+        with disk_errors(self.identity_file, "Cannot write the run's identity"):
+            replace_text(self.identity_file, identity.model_dump_json(indent=2) + "\n")
         self._give_up_claim()
 
     def job(self) -> Job:
@@ -208,12 +197,21 @@ class RunDirectory:
         return RunSummary.read(self._read_json(self.summary_file), source=str(self.summary_file))
 
     def write_summary(self, summary: RunSummary) -> None:
-        self._write(self.summary_file, summary.model_dump_json(indent=2) + "\n")
+        with disk_errors(self.summary_file, "Cannot write the run's summary"):
+            replace_text(self.summary_file, summary.model_dump_json(indent=2) + "\n")
 
-    def refuse_if_finished(self, job: Job) -> None:
-        """Raises OVS603 when every step that the job asks for is done."""
+    def forget_summary(self) -> None:
+        """The run goes on: how its last session ended is no longer how it stands."""
+        with disk_errors(self.summary_file, "Cannot remove the run's summary"):
+            self.summary_file.unlink(missing_ok=True)
+            sync_directory(self.path)
+
+    def refuse_if_finished(self, job: Job, *, from_step: int | None = None) -> None:
+        """Raises OVS603 when every step that the job asks for is done; not where ``from_step`` goes back."""
         last = self.summary()
         if last is None or last.status != "finished":
+            return
+        if from_step is not None and from_step < last.total_steps:
             return
         if (job.train.steps, job.train.epochs) == (last.steps_asked, last.epochs_asked):
             raise OverspillError(
@@ -244,6 +242,26 @@ class RunDirectory:
             )
             raise OverspillError("OVS601", what, field=str(self.checkpoints), next_step=there)
         return self.checkpoints / name
+
+    def checkpoint_step(self, name: str) -> int | None:
+        """The step of a checkpoint. Raises OVS601 with the names there are, OVS404 when it is damaged."""
+        from overspill.tiers.disk import StoreReader
+
+        with StoreReader(self.checkpoint(name)) as reader:
+            return reader.step
+
+    def drop_exports_after(self, step: int) -> list[str]:
+        """Remove the exports of checkpoints of later steps: those steps come again, perhaps with other content."""
+        if not self.exports.is_dir():
+            return []
+        dropped = []
+        for entry in sorted(self.exports.iterdir()):
+            number = entry.name.removeprefix("step-")
+            if entry.name != number and number.isdecimal() and int(number) > step and entry.is_dir():
+                with disk_errors(entry, "Cannot remove an export of a step that is given up"):
+                    shutil.rmtree(entry)
+                dropped.append(entry.name)
+        return dropped
 
     def nbytes(self) -> int:
         """Disk space taken by the run's directory, hard links once."""
@@ -301,15 +319,6 @@ class RunDirectory:
         if not isinstance(data, dict):
             raise OverspillError("OVS404", "The file holds no table.", field=str(file))
         return data
-
-    def _write(self, file: Path, text: str) -> None:
-        new = file.with_name(file.name + ".new")
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        new.replace(file)
 
 
 def _disk_nbytes(places: list[Path]) -> int:

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from overspill.checkpoint import RunDirectory, RunIdentity
+from overspill.checkpoint import (
+    RunDirectory,
+    RunIdentity,
+    applied_settings,
+    number_settings,
+    refuse_fixed_settings,
+)
 from overspill.cli.loading import import_training
 from overspill.errors import OverspillError
 from overspill.job import Job
@@ -37,13 +43,14 @@ from overspill.interop.hf import (  # noqa: E402
     model_directory,
 )
 from overspill.interop.weights import checkpoint_entries, initialise_weights, load_weights  # noqa: E402
-from overspill.tiers.disk import DiskStore  # noqa: E402
+from overspill.tiers.disk import StoreReader  # noqa: E402
 from overspill.tiers.disk.manifest import MANIFEST  # noqa: E402
 from overspill.train import Session, attach  # noqa: E402
 from overspill.train.data import BatchSource, PreparedData, eval_batches, prepare_data, steps_in  # noqa: E402
 from overspill.train.loop import LoopSettings, StopFlag, TrainingLoop, seed_all  # noqa: E402
 from overspill.train.lr import lr_scheduler  # noqa: E402
 from overspill.train.malloc import trim_before_logits  # noqa: E402
+from overspill.train.snapshot import decode  # noqa: E402
 
 __all__ = ["Parts", "assemble"]
 
@@ -57,6 +64,7 @@ class Parts:
     source: BatchSource
     data: PreparedData
     settings: LoopSettings
+    number_settings: dict[str, Any]
     scheduler: torch.optim.lr_scheduler.LRScheduler
     micro_batch: int
     memory: MemorySampler
@@ -74,7 +82,7 @@ class Parts:
             scheduler=self.scheduler,
             eval_batches=eval_batches(evaluation, self.micro_batch) if evaluation is not None else None,
             on_step=on_step,
-            extra=lambda: {"epoch": self.source.epoch},
+            extra=lambda: {"epoch": self.source.epoch, "settings": self.number_settings},
             stop=self.stop,
         )
 
@@ -86,7 +94,8 @@ def assemble(
     """The parts of a new or resumed run; on leaving, workers, session and store are closed.
 
     Raises OverspillError: OVS2xx for model and data, OVS3xx and OVS4xx from attach(), OVS602 when the run belongs to
-    another model or data. A new run that fails before its parts are complete leaves nothing behind.
+    another model, data or settings; nothing of a resumed run has been changed then. A new run that fails before its
+    parts are complete leaves nothing behind.
     """
     built = False
     try:
@@ -101,6 +110,11 @@ def assemble(
 
 @contextmanager
 def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint: str | None) -> Iterator[Parts]:
+    numbers = number_settings(job)
+    saved = committed_extra(run, checkpoint) if resume else {}
+    then: dict[str, Any] = saved.get("extra", {}).get("settings", {})
+    refuse_fixed_settings(then, numbers, job_file=str(run.job_file))
+    position = decode(saved.get("tracked", {}).get("data"))
     # Adding in another order gives other bits, so the number is part of what makes a run repeat.
     torch.set_num_threads(job.train.threads or plan.kernel_threads)
     if job.model.init == "pretrained":
@@ -112,7 +126,13 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
     freeze(model, job.model.freeze)
     # Interpreter, libraries and the model's code, without a parameter: what the budget does not have to hold.
     base_nbytes = anonymous_nbytes()
-    data = prepare_data(job.data, tokenizer, run.path / "data", max_positions=max_positions(config))
+    data = prepare_data(
+        job.data,
+        tokenizer,
+        run.path / "data",
+        max_positions=max_positions(config),
+        expected_key=position["data"] if position else None,
+    )
     del tokenizer
     identity = _identity(job, model)
     if resume and (there := run.identity()).model_digest != identity.model_digest:
@@ -125,20 +145,9 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         )
     if not resume:
         run.write_identity(identity)
-    dropped = go_back(run, checkpoint) if checkpoint is not None else []
     # A start that was killed before its store stood has nothing to come back to. One that has rows had a store.
     from_store = resume and ((run.state / MANIFEST).exists() or last_row(run.metrics_file) is not None)
     with ExitStack() as closing:
-        memory = MemorySampler(base_nbytes)
-        memory.start()
-        closing.callback(memory.close)
-        session = attach(model, optimizer=job.optimizer, plan=plan, directory=run.state, resume=from_store)
-        closing.callback(session.close)
-        trim_before_logits(model)
-        if session.restored is None:
-            fill(model, job)
-            # Only now: what building and filling drew from the generators must not decide what training draws.
-            seed_all(job.train.seed)
         source = BatchSource(
             data.train,
             micro_batch=job.train.micro_batch,
@@ -147,21 +156,38 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
             num_workers=job.data.num_workers,
         )
         closing.callback(source.close)
+        if position:
+            source.check(position)
+        memory = MemorySampler(base_nbytes)
+        memory.start()
+        closing.callback(memory.close)
+        # The last check and the first change: the store is compared and verified before it goes back to a checkpoint.
+        session = attach(
+            model, optimizer=job.optimizer, plan=plan, directory=run.state, resume=checkpoint or from_store
+        )
+        closing.callback(session.close)
+        trim_before_logits(model)
+        if session.restored is None:
+            fill(model, job)
+            # Only now: what building and filling drew from the generators must not decide what training draws.
+            seed_all(job.train.seed)
         settings = loop_settings(job, data)
         scheduler = lr_scheduler(session.optimizer, job.schedule, total_steps=settings.total_steps)
         session.track(scheduler=scheduler, data=source)
         session.expect_checkpoint(settings.save_every, at=(settings.total_steps,))
-        notes = [*session.notes]
+        notes = [*data.notes, *session.notes]
         if resume:
             notes += _resume_notes(run, session)
-            if dropped:
-                notes.append(f"Checkpoints of the steps that are done again were dropped: {', '.join(dropped)}.")
+            notes += give_up_the_future(run, session)
+            if changed := applied_settings(then, numbers):
+                notes.append("Settings have changed: " + "; ".join(changed) + ".")
         yield Parts(
             session=session,
             model=model,
             source=source,
             data=data,
             settings=settings,
+            number_settings=numbers,
             scheduler=scheduler,
             micro_batch=job.train.micro_batch,
             memory=memory,
@@ -170,17 +196,31 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         )
 
 
-def go_back(run: RunDirectory, checkpoint: str) -> list[str]:
-    """Make a checkpoint the committed state. Later checkpoints are dropped and returned: their steps come again,
-    under the same names and perhaps with other content.
+def committed_extra(run: RunDirectory, checkpoint: str | None) -> dict[str, Any]:
+    """What the commit that a resume comes back to holds beside state: settings, data position; empty without one."""
+    place = run.checkpoint(checkpoint) if checkpoint is not None else run.state
+    # A missing or damaged manifest is attach()'s to say: it knows the newest checkpoint that is whole.
+    with suppress(OverspillError), StoreReader(place) as reader:
+        return dict(reader.manifest.extra)
+    return {}
+
+
+def give_up_the_future(run: RunDirectory, session: Session) -> list[str]:
+    """Drop checkpoints and exports of steps after the one that the run has come back to: those steps come again, under
+    the same names and perhaps with other content. Says what was dropped. Exports go first, so that a crash in between
+    leaves the checkpoint, which brings the next resume here again.
     """
-    with DiskStore.open(run.state, from_pin=checkpoint) as store:
-        step = store.committed_step
-        assert step is not None
-        later = [pin.name for pin in store.pins() if pin.step is None or pin.step > step]
-        for name in later:
-            store.unpin(name)
-    return later
+    store = session.store
+    if store is None:
+        return []
+    exports = run.drop_exports_after(session.step)
+    later = [pin.name for pin in store.pins() if pin.step is not None and pin.step > session.step]
+    for name in later:
+        store.unpin(name)
+    said = (("Checkpoints", later), ("Exports", exports))
+    return [
+        f"{what} of the steps that are done again were dropped: {', '.join(names)}." for what, names in said if names
+    ]
 
 
 def _resume_notes(run: RunDirectory, session: Session) -> list[str]:
@@ -193,6 +233,11 @@ def _resume_notes(run: RunDirectory, session: Session) -> list[str]:
     notes = [f"Going on from step {restored.step}.{again}"]
     if damaged:
         notes.append(f"{damaged} damaged rows were dropped from the metrics; the state is checked on its own.")
+    if not restored.complete:
+        notes.append(
+            "The commit of this step holds weights and optimizer only: random generators, schedule and data position "
+            "start anew, so what follows differs from an undisturbed run."
+        )
     if restored.differs:
         notes.append("Bits may differ from an undisturbed run: " + "; ".join(restored.differs) + ".")
     return notes

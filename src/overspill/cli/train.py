@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,13 +17,13 @@ import typer
 
 from overspill.cli.console import emit, notice, print_json, print_table
 from overspill.cli.crash import crashes_go_to
+from overspill.errors import OverspillError
 
 if TYPE_CHECKING:
     from overspill.checkpoint import RunDirectory
     from overspill.cli.assemble import Parts
     from overspill.forecast import Forecast
     from overspill.job import Job
-    from overspill.observe.progress import Progress
     from overspill.plan import Plan
     from overspill.report import Compared
     from overspill.train.loop import LoopResult, StopFlag
@@ -65,9 +65,8 @@ def resume(
 
     run = RunDirectory.open(path)
     job = run.job()
-    run.refuse_if_finished(job)
-    if checkpoint is not None:
-        run.checkpoint(checkpoint)  # a wrong name is an error before anything is loaded
+    # A wrong name is an error before anything is loaded.
+    run.refuse_if_finished(job, from_step=None if checkpoint is None else run.checkpoint_step(checkpoint))
     raise typer.Exit(_run(run, job, resume=True, checkpoint=checkpoint, as_json=as_json))
 
 
@@ -87,6 +86,8 @@ def _run(run: RunDirectory, job: Job, *, resume: bool, checkpoint: str | None, a
     with crashes_go_to(run.path), assemble(run, job, plan, resume=resume, checkpoint=checkpoint) as parts:
         for note in parts.notes:
             notice(note)
+        if resume:
+            run.forget_summary()
         return _train(run, job, plan, forecast, parts, as_json=as_json)
 
 
@@ -98,7 +99,7 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
 
     steps = parts.settings.total_steps
     view = open_progress(steps, title=f"{Path(job.model.path).name} in {run.path}", as_json=as_json)
-    with MetricsWriter(run.metrics_file) as metrics, _stop_on_signals(parts.stop, view):
+    with MetricsWriter(run.metrics_file) as metrics, _stop_on_signals(parts.stop):
 
         def on_step(report: StepReport) -> None:
             metrics.append(report)
@@ -109,7 +110,10 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
             result = parts.loop(on_step).run()
         except BaseException:
             view.close()
-            _save_summary(run, job, parts, None, [])
+            try:
+                _save_summary(run, job, parts, None, [])
+            except OverspillError as second:  # the same full disk, say: what stopped the run is the error to show
+                notice(second.message)
             raise
         view.close()
     parts.measured.finish(parts.memory.peak_nbytes)
@@ -163,16 +167,19 @@ def _say_end(run: RunDirectory, parts: Parts, result: LoopResult, comparison: li
 
 
 @contextmanager
-def _stop_on_signals(stop: StopFlag, view: Progress) -> Iterator[None]:
+def _stop_on_signals(stop: StopFlag) -> Iterator[None]:
     """First Ctrl-C (or SIGTERM): finish the step and save. Second: leave at once; the store is valid at any instant."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         if stop.requested:
             # No clean-up: threads may be in the middle of a write, and the store is made for exactly that.
-            os.write(2, b"\nStopped at once. What was committed is safe; overspill resume goes on from there.\n")
+            with suppress(OSError):
+                os.write(2, b"\nStopped at once. What was committed is safe; overspill resume goes on from there.\n")
             os._exit(INTERRUPTED)
         stop.request()
-        view.note("Stopping after this step and saving a checkpoint. Ctrl-C again stops at once.")
+        # Not through a stream or the live view: the handler may have come in the middle of their own write.
+        with suppress(OSError):
+            os.write(2, b"\nStopping after this step and saving a checkpoint. Ctrl-C again stops at once.\n")
 
     previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

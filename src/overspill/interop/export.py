@@ -7,7 +7,6 @@ export leaves nothing under the final name. Tied weights are the caller's to giv
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import math
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from overspill.errors import OverspillError
+from overspill.files import disk_errors, sync_directory
 from overspill.interop.safetensors_file import ITEM_NBYTES, header_bytes
 from overspill.interop.weights import TORCH_DTYPES
 from overspill.units import GiB, MiB, format_nbytes
@@ -50,6 +50,7 @@ _COPIED: Final = (
     "LICENSE",
     "LICENSE.txt",
 )
+_STOPPED: Final = "The export stopped, and nothing was left under the final name"
 _SYNC_EVERY_NBYTES: Final = 64 * MiB  # written pages are synced and given back: inside a cgroup they count
 
 
@@ -109,7 +110,7 @@ def export_safetensors(
     _check_tensors(listed)
     total = sum(_nbytes(tensor) for tensor in listed)
     shards = _shards(listed, shard_nbytes)
-    with _as_overspill_error(final):
+    with disk_errors(final, _STOPPED, next_step="Free space or give another directory."):
         if final.exists() and (not final.is_dir() or any(final.iterdir())):
             raise OverspillError(
                 "OVS402",
@@ -140,9 +141,9 @@ def export_safetensors(
                 weight_map = {tensor[0]: name for name, members in shards for tensor in members}
                 index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
                 _write_synced(partial / "model.safetensors.index.json", _json_bytes(index))
-            _sync_directory(partial)
+            sync_directory(partial)
             partial.rename(final)
-            _sync_directory(final.parent)
+            sync_directory(final.parent)
     return ExportReport(final, tuple(name for name, _ in shards), len(listed), total)
 
 
@@ -248,14 +249,6 @@ def _write_synced(file: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
 def _partial_directory(final: Path) -> Iterator[Path]:
     """``.NAME.partial`` beside the final directory, locked and emptied of what a killed export left there."""
@@ -281,18 +274,3 @@ def _partial_directory(final: Path) -> Iterator[Path]:
             raise
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _as_overspill_error(directory: Path) -> Iterator[None]:
-    """Turn what the system says about the disk into the code for it."""
-    try:
-        yield
-    except OSError as error:
-        code = {errno.ENOSPC: "OVS401", errno.EDQUOT: "OVS401", errno.EIO: "OVS403"}.get(error.errno or 0, "OVS402")
-        raise OverspillError(
-            code,
-            f"The export stopped: {error.strerror or error}. Nothing was left under the final name.",
-            field=str(directory),
-            next_step="Free space or give another directory." if code == "OVS401" else None,
-        ) from None

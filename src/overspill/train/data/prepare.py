@@ -1,7 +1,9 @@
 """From the job's data table to datasets: read, tokenise, pack, store; or find that it was done before.
 
 The token files carry a key made from the data files' contents, the tokenizer and the settings that change tokens;
-a resume with the same key reads nothing anew. Tokens pass through in pieces, so host memory stays small.
+where the key is the same nothing is tokenised anew. A run that has counted its position on token files keeps them:
+they are never replaced by others, and suffice when the data files are gone. Tokens pass through in pieces, so host
+memory stays small.
 """
 
 from __future__ import annotations
@@ -27,16 +29,22 @@ __all__ = ["PreparedData", "prepare_data"]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The datasets of a run. ``reused``: the token files were there already."""
+    """The datasets of a run. ``reused``: the token files were there already. ``notes``: what the user should know."""
 
     train: SequenceDataset
     evaluation: SequenceDataset | None
     facts: DataFacts
     reused: bool
+    notes: tuple[str, ...] = ()
 
 
 def prepare_data(
-    config: DataConfig, tokenizer: Any, directory: str | Path, *, max_positions: int | None = None
+    config: DataConfig,
+    tokenizer: Any,
+    directory: str | Path,
+    *,
+    max_positions: int | None = None,
+    expected_key: str | None = None,
 ) -> PreparedData:
     """Make the token files in ``directory`` (or reuse them) and give the datasets.
 
@@ -44,11 +52,13 @@ def prepare_data(
         config: paths in it are absolute, or relative to the working directory.
         tokenizer: of transformers.
         max_positions: the longest sequence that the model takes; None for no limit.
+        expected_key: of the token files that a run's position was counted on; None where there is no such run.
 
     Raises:
         OverspillError: OVS204 for data that cannot be used, by file and line; OVS205 when ``seq_len`` exceeds
             ``max_positions``; OVS203 for a tokenizer that lacks an end-of-text token or a chat template; OVS401 or
-            OVS402 when the token files cannot be written.
+            OVS402 when the token files cannot be written; OVS602, before anything is written, when they would be
+            others than the expected ones.
     """
     if max_positions is not None and config.seq_len > max_positions:
         raise OverspillError(
@@ -58,24 +68,58 @@ def prepare_data(
             value=config.seq_len,
             limit=max_positions,
         )
-    files = data_files(config.path)
     target = Path(directory)
-    key = _key(config, files, tokenizer)
-    facts = read_facts(target, key)
+    settings_key = _settings_key(config, tokenizer)
+    facts, notes = _kept(config, target, expected_key, settings_key)
     reused = facts is not None
     if facts is None:
-        facts = _write(config, files, tokenizer, target, key)
+        files = data_files(config.path)
+        key = _key(files, settings_key)
+        if expected_key is not None and key != expected_key:
+            raise _another(config, target)
+        facts = read_facts(target, key)
+        reused = facts is not None
+        if facts is None:
+            facts = _write(config, files, tokenizer, target, key, settings_key)
     held_out = _held_out(config, facts)
     train = SequenceDataset(target, facts, held_out=held_out, part="train")
     evaluation = SequenceDataset(target, facts, held_out=held_out, part="eval") if held_out else None
-    return PreparedData(train, evaluation, facts, reused)
+    return PreparedData(train, evaluation, facts, reused, notes)
 
 
-def _key(config: DataConfig, files: list[Path], tokenizer: Any) -> str:
+def _kept(
+    config: DataConfig, target: Path, expected_key: str | None, settings_key: str
+) -> tuple[DataFacts | None, tuple[str, ...]]:
+    """A run's whole token files, where its data files are no longer there to be compared; else None."""
+    named = [config.path] if isinstance(config.path, str) else list(config.path)
+    missing = [name for name in named if not Path(name).exists()]
+    facts = read_facts(target, expected_key) if expected_key is not None and missing else None
+    if facts is None:
+        return None, ()
+    if facts.settings_key != settings_key:
+        raise _another(config, target)
+    return facts, (f"{missing[0]} is no longer there; the run goes on with the tokens that it made of it.",)
+
+
+def _another(config: DataConfig, target: Path) -> OverspillError:
+    return OverspillError(
+        "OVS602",
+        "The data files, the tokenizer or the data settings have changed since the run began, so its position in the "
+        "data means nothing.",
+        field=str(config.path) if isinstance(config.path, str) else ", ".join(config.path),
+        limit=f"what {target} was made of",
+    )
+
+
+def _key(files: list[Path], settings_key: str) -> str:
+    described = [settings_key, [(file.suffix.lower(), file_digest(file)) for file in files]]
+    return xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
+
+
+def _settings_key(config: DataConfig, tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     described = {
         "format": FORMAT,
-        "files": [(file.suffix.lower(), file_digest(file)) for file in files],
         "settings": config.model_dump(include={"format", "seq_len", "packing", "train_on_prompt"}),
         "tokenizer": backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()),
         "template": tokenizer.chat_template,
@@ -84,7 +128,9 @@ def _key(config: DataConfig, files: list[Path], tokenizer: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True, default=str).encode())
 
 
-def _write(config: DataConfig, files: list[Path], tokenizer: Any, target: Path, key: str) -> DataFacts:
+def _write(
+    config: DataConfig, files: list[Path], tokenizer: Any, target: Path, key: str, settings_key: str
+) -> DataFacts:
     tokeniser = Tokeniser(tokenizer, train_on_prompt=config.train_on_prompt, raw_pairs=config.format == "completion")
     packer: Packer | Padder = Packer(config.seq_len) if config.packing else Padder(config.seq_len)
     rows_by_kind: Counter[str] = Counter()
@@ -108,6 +154,7 @@ def _write(config: DataConfig, files: list[Path], tokenizer: Any, target: Path, 
         pad_token = tokenizer.pad_token_id
         facts = DataFacts(
             key=key,
+            settings_key=settings_key,
             seq_len=config.seq_len,
             packing=config.packing,
             pad_token=tokenizer.eos_token_id if pad_token is None else pad_token,

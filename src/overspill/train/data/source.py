@@ -118,8 +118,8 @@ class BatchSource:
             "shuffle": self._order.shuffle,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position. Raises OverspillError OVS602 when it was counted on other data or in another order."""
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises OverspillError OVS602 when a position was counted on other data or in another order."""
         for name, mine in self._identity().items():
             if state.get(name) != mine:
                 what = "The data files, the tokenizer or the data settings have" if name == "data" else f"{name} has"
@@ -130,6 +130,10 @@ class BatchSource:
                     value=mine,
                     limit=f"{state.get(name)} in the run",
                 )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position. Raises OverspillError OVS602 as `check` does."""
+        self.check(state)
         self.close()
         self._consumed = int(state["consumed"])
 

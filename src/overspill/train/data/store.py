@@ -11,12 +11,9 @@ with another key, is not believed and made anew.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -24,7 +21,7 @@ from typing import IO, Any, Final
 import numpy as np
 import xxhash
 
-from overspill.errors import OverspillError
+from overspill.files import disk_errors, sync_directory
 from overspill.train.data.pack import Sequence
 
 __all__ = ["DataFacts", "TokenWriter", "file_digest", "read_facts", "token_dtype"]
@@ -32,18 +29,21 @@ __all__ = ["DataFacts", "TokenWriter", "file_digest", "read_facts", "token_dtype
 FORMAT: Final = 1
 _INDEX: Final = "index.json"
 _BLOCK_NBYTES: Final = 1 << 20
+_WHAT: Final = "The token files cannot be written"
 
 
 @dataclass(frozen=True)
 class DataFacts:
     """What was made of the files, and what was left out.
 
+    key: of everything that the tokens depend on; settings_key: of all of it but the text files.
     dropped_tokens: of the last, incomplete sequence (packing), or cut off from documents that are too long.
     unlabelled_tokens: of sequences in which the loss would count nothing.
     skipped_rows: rows without text or without an answer.
     """
 
     key: str
+    settings_key: str
     seq_len: int
     packing: bool
     pad_token: int
@@ -102,7 +102,7 @@ class TokenWriter:
         self.counted_tokens = 0
 
     def __enter__(self) -> TokenWriter:
-        with _disk_errors(self._final):
+        with disk_errors(self._final, _WHAT):
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
             self._files = [
@@ -117,13 +117,13 @@ class TokenWriter:
         self.sequences += 1
         self.tokens += len(tokens)
         self.counted_tokens += int(counted[1:].sum())
-        with _disk_errors(self._final):
+        with disk_errors(self._final, _WHAT):
             self._files[0].write(tokens.astype(self._dtype).tobytes())
             self._files[1].write(counted.astype(np.uint8).tobytes())
             self._files[2].write(np.int64(self.tokens).tobytes())
 
     def finish(self, facts: DataFacts) -> None:
-        with _disk_errors(self._final):
+        with disk_errors(self._final, _WHAT):
             for file in self._files:
                 file.flush()
                 os.fsync(file.fileno())
@@ -131,11 +131,11 @@ class TokenWriter:
                 index.write((json.dumps({"format": FORMAT, **asdict(facts)}, indent=1) + "\n").encode())
                 index.flush()
                 os.fsync(index.fileno())
-            _sync_directory(self._partial)
+            sync_directory(self._partial)
             if self._final.exists():
                 shutil.rmtree(self._final)
             self._partial.rename(self._final)
-            _sync_directory(self._final.parent)
+            sync_directory(self._final.parent)
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         for file in self._files:
@@ -144,25 +144,3 @@ class TokenWriter:
             except OSError:  # a full disk; append or finish has said so already
                 continue
         shutil.rmtree(self._partial, ignore_errors=True)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _disk_errors(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        code = {errno.ENOSPC: "OVS401", errno.EDQUOT: "OVS401", errno.EIO: "OVS403"}.get(error.errno or 0, "OVS402")
-        raise OverspillError(
-            code,
-            f"The token files cannot be written: {error.strerror or error}.",
-            field=str(directory),
-            next_step="Free space, or put the run directory on another disk." if code == "OVS401" else None,
-        ) from None

@@ -1,0 +1,66 @@
+"""Small files that must outlive a power cut, and what the system says about a disk, as errors with a code.
+
+Not for training state: the store (tiers/disk) has its own system calls, labelled for its power-loss test. A file that
+is renamed or made is only as durable as the directory that names it, hence `sync_directory` (as in SQLite and ALICE,
+Pillai et al., OSDI 2014).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from overspill.errors import OverspillError
+
+__all__ = ["disk_errors", "make_directory", "replace_text", "sync_directory"]
+
+_CODES = {errno.ENOSPC: "OVS401", errno.EDQUOT: "OVS401", errno.EFBIG: "OVS401", errno.EIO: "OVS403"}
+
+
+@contextmanager
+def disk_errors(
+    path: Path, what: str, *, next_step: str = "Free space, or put the run directory on another disk."
+) -> Iterator[None]:
+    """Within it an OSError is OVS401 (full), OVS403 (the device fails) or else OVS402. ``next_step``: when full."""
+    try:
+        yield
+    except OSError as error:
+        code = _CODES.get(error.errno or 0, "OVS402")
+        raise OverspillError(
+            code,
+            f"{what}: {error.strerror or error}.",
+            field=str(path),
+            next_step=next_step if code == "OVS401" else None,
+        ) from None
+
+
+def sync_directory(directory: Path) -> None:
+    """What the directory names now, it names after a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(directory: Path, mode: int = 0o777) -> None:
+    """The directory with the parents that it lacks, each durable in the one above it."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True, mode=mode)
+    for path in missing:
+        sync_directory(path.parent)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """The file with this text, readable by its owner only: after a crash it holds the old text or the new one."""
+    new = file.with_name(file.name + ".new")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    new.replace(file)
+    sync_directory(file.parent)
