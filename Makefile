@@ -63,7 +63,7 @@ campaign-crash: $(CORE)  ## SIGKILL at 100 random instants
 	@$(PYTEST) -q -s -m slow tests/e2e/test_crash.py
 
 campaign-power-loss: $(CORE)  ## recorded I/O replayed with unsynced writes dropped, reordered and torn
-	@$(PYTEST) -q -m slow tests/unit/ -k power
+	@$(PYTEST) -q tests/unit/test_power_loss.py
 
 campaign-budget: assets  ## the demo's training inside a memory cgroup
 	@$(PYTEST) -q -s -m slow tests/e2e/test_budget.py
