@@ -156,5 +156,7 @@ def build_step(plan: StepPlan, *, commits: bool) -> StepSchedule:
             ops.append(Op(write, nbytes=nbytes, buffer=buffer, after=(update,)))
     if commits:
         writes = tuple(op.key for op in ops if op.key.kind is Kind.WRITE)
-        ops.append(Op(Key(Kind.COMMIT), after=(norm, *writes)))
+        boundary = Key(Kind.BOUNDARY)
+        ops.append(Op(boundary, after=(norm,)))
+        ops.append(Op(Key(Kind.COMMIT), after=(boundary, *writes)))
     return StepSchedule(ops=tuple(ops), buffers=buffers, commits=commits)

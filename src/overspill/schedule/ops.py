@@ -4,7 +4,7 @@ A lane does its operations in the listed order; an operation starts when it is a
 everything it comes after is done. That is all an executor or a simulation needs to know.
 
     lane      does                                      one at a time?
-    compute   FORWARD, BACKWARD, NORM (the user's loop)  yes
+    compute   FORWARD, BACKWARD, NORM, BOUNDARY          yes (the user's loop)
     read      READ: disk -> staging buffer               plan.read_threads at once
     update    UPDATE: the optimizer kernel on a chunk    yes
     write     WRITE: staging buffer or pool -> disk      plan.write_threads at once
@@ -33,6 +33,7 @@ class Kind(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     NORM = "norm"  # gradients are complete: norm, clip factor, learning rates are known
+    BOUNDARY = "boundary"  # RNG, schedules and data position of the step are taken
     READ = "read"
     UPDATE = "update"
     WRITE = "write"
@@ -43,6 +44,7 @@ LANE_OF: Mapping[Kind, Lane] = {
     Kind.FORWARD: Lane.COMPUTE,
     Kind.BACKWARD: Lane.COMPUTE,
     Kind.NORM: Lane.COMPUTE,
+    Kind.BOUNDARY: Lane.COMPUTE,
     Kind.READ: Lane.READ,
     Kind.UPDATE: Lane.UPDATE,
     Kind.WRITE: Lane.WRITE,

@@ -130,6 +130,7 @@ def attach(
             step_plan=_step_plan(plan, blocks, chunks, staging, arrays),
             store=store,
             frozen=frozen_storage,
+            frozen_parameters=frozen,
             link=link,
             base_nbytes=base_nbytes,
             notes=notes,
@@ -297,7 +298,7 @@ def _move(
             if plan.grad_dtype == "fp32" and fresh.dtype is not torch.float32:
                 fresh.grad_dtype = torch.float32
     for name, storage in frozen_storage.items():
-        place_weights(model, frozen[name], storage)
+        frozen[name] = place_weights(model, frozen[name], storage)
     for group in groups:
         group["params"] = [moved.get(id(p), p) for p in group["params"]]
     order = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}

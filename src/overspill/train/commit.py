@@ -19,22 +19,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 import overspill
 from overspill.errors import OverspillError
-from overspill.plan import StateClass
+from overspill.plan import Overlap, StateClass
 from overspill.tiers.disk import DiskStore, SlotSpec, TensorSpec
 from overspill.train.arrays import StateArray
 from overspill.train.live import LiveBlock, LiveParameter, as_bytes, same_bytes
 from overspill.train.snapshot import Tracked, decode, encode, restore_rng, take_rng
 from overspill.train.work import StepWork
+from overspill.units import MiB, format_nbytes
 
 if TYPE_CHECKING:
     from overspill.train.session import Session
 
 __all__ = ["Committer", "Restored", "build_identity", "slot_specs"]
 
-_BOUNDARY_LIMIT_SECONDS = 3600.0
+#: Persistent buffers (running means and the like) go into each manifest; a model that has more of them is told so.
+_BUFFERS_LIMIT_NBYTES = 16 * MiB
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "int16"}
 
 
@@ -82,6 +85,16 @@ def slot_specs(
     return slots
 
 
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that state_dict() holds. (Asking state_dict() itself would end pending updates.)"""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set and not buffer.is_meta
+    }
+
+
 def frozen_slot(index: int) -> str:
     return f"frozen{index:05d}.weights"
 
@@ -109,13 +122,21 @@ class Committer:
         self._session = session
         self._store = store
         self._frozen = frozen
-        self._frozen_written = False
         self._tracked: dict[str, Tracked] = {}
         self._pending_restore: dict[str, Any] = {}
         self._expected_every = 0
         self._expected_at: frozenset[int] = frozenset()
         self._last_boundary: StepWork | None = None
         self._restored_extra: Mapping[str, Any] = {}
+        self._buffers = _persistent_buffers(session.model)
+        self._frozen_versions: dict[str, int] = {}
+        held_nbytes = sum(buffer.nbytes for buffer in self._buffers.values())
+        if store is not None and held_nbytes > _BUFFERS_LIMIT_NBYTES:
+            session.notes.append(
+                f"Checkpoints leave out the model's buffers: {format_nbytes(held_nbytes)} are more than "
+                f"{format_nbytes(_BUFFERS_LIMIT_NBYTES)}."
+            )
+            self._buffers = {}
 
     @property
     def frozen(self) -> dict[str, torch.Tensor]:
@@ -149,21 +170,18 @@ class Committer:
                 self._restore_groups(self._restored_extra["groups"])
 
     def take_boundary(self, work: StepWork, extra: dict[str, Any]) -> None:
-        """Fill the snapshot of a step, once; a commit of the step may go on."""
-        if work.boundary.is_set():
-            return
-        work.extra = self._snapshot(encode(extra), complete=True)
+        """Take the snapshot of a step. Raises OverspillError OVS504 for something tracked that JSON cannot hold."""
+        work.extra, work.complete = self._snapshot(encode(extra), complete=True), True
         self._last_boundary = work
-        work.boundary.set()
 
     def close_boundary(self, work: StepWork) -> None:
-        """Nobody called step_boundary(): the commit holds weights and optimizer only, and says so."""
-        if not work.boundary.is_set():
-            work.extra = self._snapshot({}, complete=False)
-            self._last_boundary = work
-            work.boundary.set()
+        """Nobody called step_boundary() yet: a commit now holds weights and optimizer only, and says so."""
+        work.extra, work.complete = self._snapshot({}, complete=False), False
+        self._last_boundary = work
 
     def _snapshot(self, extra: Any, *, complete: bool) -> dict[str, Any]:
+        if self._store is None:
+            return {}
         name_by_id = {id(live.parameter): live.place.name for live in self._session.live_parameters}
         groups = [
             {key: encode(value, key) for key, value in group.items() if key != "params"}
@@ -178,6 +196,7 @@ class Committer:
             "rng": take_rng(),
             "tracked": {name: encode(tracked.state_dict(), name) for name, tracked in self._tracked.items()},
             "extra": extra,
+            "buffers": {name: encode(buffer, name) for name, buffer in self._buffers.items()},
             "time": time.time(),
         }
 
@@ -185,11 +204,15 @@ class Committer:
 
     def commit(self, work: StepWork) -> None:
         """Make a step durable. Runs on the commit lane, after the step's writes."""
-        if not work.boundary.wait(_BOUNDARY_LIMIT_SECONDS):
+        # With overlap = step the weights were on disk when step() returned; else they may have been edited meanwhile.
+        live = self._session.live_parameters if self._session.plan.overlap is Overlap.FORWARD else ()
+        edited = [p.place.name for p in live if p.parameter._version != p.version]
+        if edited:
             raise OverspillError(
-                "OVS505",
-                f"The commit of step {work.number} waited for the step's boundary.",
-                next_step="Call session.step_boundary() after each optimizer.step().",
+                "OVS504",
+                f"Weights were edited while step {work.number} was being written; the step is not committed.",
+                field=edited[0],
+                next_step="Call session.flush() before editing weights.",
             )
         self._decide(work.number, work.extra, work.written_out)
 
@@ -230,10 +253,11 @@ class Committer:
     def _write_the_rest(self, written_out: set[int]) -> None:
         """Weights that this commit's writes did not come by: frozen ones, and blocks that joined meanwhile."""
         store = self._need_store("commit")
-        if not self._frozen_written:
-            for index, tensor in enumerate(self._frozen.values()):
+        for index, (name, tensor) in enumerate(self._frozen.items()):
+            version = self._session.frozen_version(name)
+            if self._frozen_versions.get(name) != version:
                 store.write_from(frozen_slot(index), 0, as_bytes(tensor.reshape(-1)), checksum=True)
-            self._frozen_written = True
+                self._frozen_versions[name] = version
         for block in self._session.blocks:
             if block.weights_dirty and block.index not in written_out:
                 for chunk in block.chunks:
@@ -262,11 +286,17 @@ class Committer:
                         live.parameter.data.copy_(live.weight)
         for index, tensor in enumerate(self._frozen.values()):
             store.read_into(frozen_slot(index), 0, as_bytes(tensor.reshape(-1)))
-        self._frozen_written = True
+        with torch.no_grad():
+            for name, saved_buffer in saved["buffers"].items():
+                self._buffers[name].copy_(decode(saved_buffer))
         self._restore_groups(saved["groups"])
         self._pending_restore = dict(saved["tracked"])
         self._restored_extra = saved
         restore_rng(saved["rng"])
+        if not saved["complete"]:
+            self._session.notes.append(
+                "The commit holds weights and optimizer only: random generators, schedules and data start anew."
+            )
         differs = tuple(
             f"{key}: {saved['build'].get(key)} then, {value} now"
             for key, value in build_identity().items()
@@ -274,6 +304,13 @@ class Committer:
         )
         self._session.step = int(store.committed_step)
         return Restored(self._session.step, decode(saved["extra"]), bool(saved["complete"]), differs)
+
+    def note_unclaimed(self) -> None:
+        """Say, once, which tracked state of the resumed run nobody has asked for."""
+        if self._pending_restore:
+            names = ", ".join(sorted(self._pending_restore))
+            self._session.notes.append(f"The resumed run tracked {names}, and this one does not; it starts anew.")
+            self._pending_restore = {}
 
     def restore_rng(self) -> None:
         if self._restored_extra:

@@ -51,7 +51,7 @@ class _Task(Generic[W]):
     step: SubmittedStep[W]
     after: list[_Task[W]] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
-    started: bool = False
+    started_at: float | None = None
 
 
 class SubmittedStep(Generic[W]):
@@ -63,10 +63,6 @@ class SubmittedStep(Generic[W]):
         self.work = work
         self.tasks: dict[Key, _Task[W]] = {}
 
-    def is_done(self, key: Key) -> bool:
-        task = self.tasks.get(key)
-        return task is None or task.done.is_set()
-
 
 class Executor(Generic[W]):
     """Runs submitted steps.
@@ -74,7 +70,8 @@ class Executor(Generic[W]):
     Args:
         run: does one operation of a step; called on a lane's thread.
         threads: how many threads each lane has; the compute lane has none.
-        wait_limit_seconds: longest that anything may wait before OVS505 says what it waited for.
+        wait_limit_seconds: longest that one operation may run while something waits; OVS505 then says what for. A lane
+            that waits for the user's thread may wait for ever: a pause between two steps is no fault.
     """
 
     def __init__(
@@ -86,6 +83,7 @@ class Executor(Generic[W]):
     ) -> None:
         self._run = run
         self._wait_limit_seconds = wait_limit_seconds
+        self._look_seconds = min(1.0, wait_limit_seconds / 4)
         self._lock = threading.Lock()
         self._state = ExecutorState.RUNNING
         self._cause: BaseException | None = None
@@ -94,7 +92,7 @@ class Executor(Generic[W]):
         self._queues: dict[Lane, queue.SimpleQueue[_Task[W] | None]] = {}
         self._threads: list[threading.Thread] = []
         self.stall_seconds: dict[str, float] = {}
-        self._update_wait_seconds: dict[str, float] = {}
+        self._update_wait_seconds = dict.fromkeys(_CAUSES.values(), 0.0)
         for lane, count in threads.items():
             self._queues[lane] = queue.SimpleQueue()
             for i in range(count):
@@ -108,7 +106,6 @@ class Executor(Generic[W]):
 
     def submit(self, number: int, schedule: StepSchedule, work: W) -> SubmittedStep[W]:
         """Hand over a step. Its reads start as soon as buffers are free; updates wait for its NORM."""
-        self.raise_if_failed()
         step = SubmittedStep(number, schedule, work)
         for op in schedule.ops:
             step.tasks[op.key] = _Task(op, step)
@@ -120,7 +117,11 @@ class Executor(Generic[W]):
                 task.after += [t for t in met if t is not None and not t.done.is_set()]
         self._last = step
         with self._lock:
-            self._open = [s for s in self._open if not all(t.done.is_set() for t in s.tasks.values())] + [step]
+            if (
+                self._state is ExecutorState.RUNNING
+            ):  # else nothing starts, and what is not in _open is never waited for
+                self._open = [s for s in self._open if not all(t.done.is_set() for t in s.tasks.values())] + [step]
+        self.raise_if_failed()
         for task in step.tasks.values():
             if task.op.lane in self._queues:
                 self._queues[task.op.lane].put(task)
@@ -141,6 +142,13 @@ class Executor(Generic[W]):
             if task.op.key == key:
                 break
 
+    def pass_by(self, step: SubmittedStep[W], key: Key) -> None:
+        """Mark one operation of the compute lane done, if the step has it; what it comes after is done already."""
+        task = step.tasks.get(key)
+        if task is not None:
+            task.after = []
+            task.done.set()
+
     def wait(self, step: SubmittedStep[W], keys: Iterable[Key], *, cause: str) -> None:
         """Wait for operations of ``step``; keys that it does not have are done."""
         self._wait([step.tasks[key] for key in keys if key in step.tasks], cause)
@@ -149,10 +157,6 @@ class Executor(Generic[W]):
         self._wait([task for task in step.tasks.values() if task.op.key.kind in kinds], cause)
 
     # -- state ------------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> ExecutorState:
-        return self._state
 
     @property
     def cause(self) -> BaseException | None:
@@ -203,7 +207,7 @@ class Executor(Generic[W]):
                         self._lane_wait(task, needed)
                 if self._state is not ExecutorState.RUNNING:
                     return
-                task.started = True
+                task.started_at = time.monotonic()
                 self._run(task.step, task.op)
             except BaseException as error:  # noqa: BLE001 - whatever it is, waiting threads must be told
                 self.fail(error)
@@ -216,14 +220,14 @@ class Executor(Generic[W]):
         """A lane waits; for the update lane it is noted for what, see [Note: Stalls]."""
         # A read that has not started has no buffer yet: what is waited for is the write that empties one.
         cause = _CAUSES.get(needed.op.key.kind)
-        if needed.op.key.kind is Kind.READ and not needed.started:
+        if needed.op.key.kind is Kind.READ and needed.started_at is None:
             cause = "disk_write"
         start = time.perf_counter()
-        if not needed.done.wait(self._wait_limit_seconds):
-            raise self._too_long(f"{task.op.key} of step {task.step.number}", [needed])
+        while not needed.done.wait(self._look_seconds):
+            if (stuck := self._stuck()) is not None:
+                raise self._too_long(f"{task.op.key} of step {task.step.number}", stuck)
         if task.op.lane is Lane.UPDATE and cause is not None:
-            waited = self._update_wait_seconds
-            waited[cause] = waited.get(cause, 0.0) + time.perf_counter() - start
+            self._update_wait_seconds[cause] += time.perf_counter() - start
 
     def _wait(self, tasks: list[_Task[W]], cause: str) -> None:
         open_tasks = [task for task in tasks if not task.done.is_set()]
@@ -231,9 +235,9 @@ class Executor(Generic[W]):
             before = dict(self._update_wait_seconds)
             start = time.perf_counter()
             for task in open_tasks:
-                if not task.done.wait(self._wait_limit_seconds):
-                    self.fail(self._too_long(cause, open_tasks))
-                    break
+                while not task.done.wait(self._look_seconds):
+                    if (stuck := self._stuck()) is not None:
+                        self.fail(self._too_long(f"The wait for {cause}", stuck))
             self._attribute(time.perf_counter() - start, before, cause)
         if self._state is not ExecutorState.RUNNING:
             self.raise_if_failed()
@@ -242,23 +246,33 @@ class Executor(Generic[W]):
         """Divide a wait of the user's thread by what the update lane waited for meanwhile, see [Note: Stalls]."""
         left = seconds
         for why, total in self._update_wait_seconds.items():
-            part = min(left, total - before.get(why, 0.0))
+            part = min(left, total - before[why])
             if part > 0:
                 self.stall_seconds[why] = self.stall_seconds.get(why, 0.0) + part
                 left -= part
         self.stall_seconds[cause] = self.stall_seconds.get(cause, 0.0) + left
 
-    def _too_long(self, who: str, waited_for: list[_Task[W]]) -> OverspillError:
-        undone = [f"{task.op.key} of step {task.step.number}" for task in waited_for if not task.done.is_set()]
+    def _stuck(self) -> _Task[W] | None:
+        """An operation that has been running for longer than the limit."""
+        now = time.monotonic()
         with self._lock:
-            running = [
+            for step in self._open:
+                for task in step.tasks.values():
+                    began = task.started_at
+                    if began is not None and not task.done.is_set() and now - began > self._wait_limit_seconds:
+                        return task
+        return None
+
+    def _too_long(self, who: str, stuck: _Task[W]) -> OverspillError:
+        with self._lock:
+            waiting = [
                 f"{task.op.key} of step {task.step.number}"
                 for step in self._open
                 for task in step.tasks.values()
-                if not task.done.is_set() and task.op.lane is not Lane.COMPUTE
+                if not task.done.is_set() and task.started_at is None and task.op.lane is not Lane.COMPUTE
             ]
         return OverspillError(
             "OVS505",
-            f"{who} waited {self._wait_limit_seconds:.0f} s for {', '.join(undone[:4])}. "
-            f"{len(running)} operations are open, the first: {', '.join(running[:4])}.",
+            f"{who} waits for {stuck.op.key} of step {stuck.step.number}, which has been running for more than "
+            f"{self._wait_limit_seconds:.0f} s. {len(waiting)} operations wait, the first: {', '.join(waiting[:4])}.",
         )

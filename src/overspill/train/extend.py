@@ -76,5 +76,11 @@ def _new_blocks(session: Session, named: dict[str, nn.Parameter]) -> list[LiveBl
             chunks = [dataclasses.replace(chunk, block=index) for chunk in cut]
             arrays = state_arrays(session.kernel, groups, dtype, session.plan.state_format)
             grad_dtype = torch.float32 if session.plan.grad_dtype == "fp32" else dtype
-            fresh.append(build_live_block(session.pool, layout, dtype, grad_dtype, arrays, chunks))
+            try:
+                fresh.append(build_live_block(session.pool, layout, dtype, grad_dtype, arrays, chunks))
+            except OverspillError:
+                for block in fresh:
+                    for allocation in block.allocations:
+                        session.pool.free(allocation)
+                raise
     return fresh

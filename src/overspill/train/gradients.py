@@ -41,8 +41,9 @@ class GradientNorm:
 
 def install_hook(live: LiveParameter, before: Callable[[int], None]) -> torch.utils.hooks.RemovableHandle:
     """Move each fresh gradient of a CPU parameter into the pool, after ``before(block)``, which ends its update."""
-    view = live.gradient
-    block = live.block.index
+    # The hook must hold neither the parameter nor, through it, the session: torch keeps hooks where Python's garbage
+    # collector does not look, and a circle through there would never be freed.
+    view, block, name = live.gradient, live.block.index, live.place.name
 
     def after_accumulation(parameter: nn.Parameter) -> None:
         gradient = parameter.grad
@@ -50,7 +51,7 @@ def install_hook(live: LiveParameter, before: Callable[[int], None]) -> torch.ut
             return
         before(block)
         with torch.no_grad():
-            view.copy_(_checked(live, gradient))
+            view.copy_(_checked(name, view.dtype, gradient))
         parameter.grad = view
 
     handle: torch.utils.hooks.RemovableHandle = live.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -71,9 +72,9 @@ def collect(parameters: Iterable[LiveParameter], link: DeviceLink | None) -> Non
         live.block.touched = True
         if live.on_device:
             assert link is not None
-            link.fetch(live.gradient, _checked(live, gradient), live.block.index)
+            link.fetch(live.gradient, _checked(live.place.name, live.gradient.dtype, gradient), live.block.index)
         elif gradient.data_ptr() != live.gradient.data_ptr():
-            live.gradient.copy_(_checked(live, gradient))
+            live.gradient.copy_(_checked(live.place.name, live.gradient.dtype, gradient))
 
 
 def measure_norm(blocks: Iterable[LiveBlock], pool: _native.ThreadPool) -> GradientNorm:
@@ -96,22 +97,22 @@ def measure_norm(blocks: Iterable[LiveBlock], pool: _native.ThreadPool) -> Gradi
     return GradientNorm(math.sqrt(total) if total >= 0 else math.nan, nonfinite)
 
 
-def _checked(live: LiveParameter, gradient: torch.Tensor) -> torch.Tensor:
+def _checked(name: str, planned: torch.dtype, gradient: torch.Tensor) -> torch.Tensor:
     if gradient.layout is not torch.strided:
         raise OverspillError(
             "OVS207",
             "Sparse gradients are not supported.",
-            field=live.place.name,
+            field=name,
             value=str(gradient.layout),
             next_step="Build the embedding with sparse=False.",
         )
-    if gradient.dtype is not live.gradient.dtype:
+    if gradient.dtype is not planned:
         raise OverspillError(
             "OVS206",
             "The gradient's dtype is not the one planned.",
-            field=live.place.name,
+            field=name,
             value=str(gradient.dtype),
-            limit=str(live.gradient.dtype),
+            limit=str(planned),
             next_step='Leave p.grad in the parameter\'s dtype, or set plan.grad_dtype = "fp32".',
         )
     return gradient

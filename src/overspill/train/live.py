@@ -86,10 +86,11 @@ class LiveBlock:
     resident_numel: int
     resident: dict[str, torch.Tensor]
     chunks: list[ChunkPlan] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
     parameters: list[LiveParameter] = field(default_factory=list)
     touched: bool = False
     weights_dirty: bool = True
-    resident_dirty: bool = True
+    resident_dirty: bool = False  # all state is zero before the first update, and a slot never written reads as zero
     on_disk: set[int] = field(default_factory=set)
 
     @property
@@ -144,25 +145,31 @@ def build_live_block(
                 limit="bf16 or fp32",
             )
     numel = layout.numel
-    weights = pool.allocate(numel * dtype.itemsize, StateClass.WEIGHTS, f"weights of {layout.name}")
-    gradients = pool.allocate(numel * grad_dtype.itemsize, StateClass.GRADIENTS, f"gradients of {layout.name}")
     resident_numel = sum(chunk.numel for chunk in chunks if chunk.resident)
-    resident = {}
-    for array in arrays:
-        if resident_numel:
-            allocation = pool.allocate(
-                resident_numel * array.item_nbytes, array.state_class, f"{array.name} of {layout.name}"
-            )
-            resident[array.name] = as_tensor(allocation, array.dtype, resident_numel)
+    taken: list[Allocation] = []
+
+    def take(dtype: torch.dtype, numel: int, state_class: StateClass, name: str) -> torch.Tensor:
+        taken.append(pool.allocate(numel * dtype.itemsize, state_class, f"{name} of {layout.name}"))
+        return as_tensor(taken[-1], dtype, numel)
+
+    try:
+        weights = take(dtype, numel, StateClass.WEIGHTS, "weights")
+        gradients = take(grad_dtype, numel, StateClass.GRADIENTS, "gradients")
+        resident = {a.name: take(a.dtype, resident_numel, a.state_class, a.name) for a in arrays if resident_numel}
+    except OverspillError:
+        for allocation in taken:
+            pool.free(allocation)
+        raise
     return LiveBlock(
         layout=layout,
         dtype=dtype,
-        weights=as_tensor(weights, dtype, numel),
-        gradients=as_tensor(gradients, grad_dtype, numel),
+        weights=weights,
+        gradients=gradients,
         arrays=arrays,
         resident_numel=resident_numel,
         resident=resident,
         chunks=chunks,
+        allocations=taken,
     )
 
 

@@ -105,6 +105,8 @@ class TrainingLoop:
         eval_batches: called for each evaluation; gives the held-out micro-batches, the same each time.
         compute_loss: (model, batch, targets of the whole step) → scalar; see [Note: Loss of a step].
         on_step: gets each step's report before the step is committed, so that no committed step lacks its row.
+        before_commit: called before a commit of the newest step can become durable: the place to make durable what
+            on_step has written.
         extra: more that belongs into each commit, asked anew each step.
     """
 
@@ -119,6 +121,7 @@ class TrainingLoop:
         eval_batches: Callable[[], Iterable[Batch]] | None = None,
         compute_loss: Callable[[torch.nn.Module, Batch, int], torch.Tensor] = model_loss,
         on_step: Callable[[StepReport], None] = lambda report: None,
+        before_commit: Callable[[], None] = lambda: None,
         extra: Callable[[], dict[str, Any]] = dict,
         stop: StopFlag | None = None,
     ) -> None:
@@ -130,6 +133,7 @@ class TrainingLoop:
         self._eval_batches = eval_batches
         self._compute_loss = compute_loss
         self._on_step = on_step
+        self._before_commit = before_commit
         self._extra = extra
         self._stop = stop or StopFlag()
 
@@ -149,6 +153,8 @@ class TrainingLoop:
             tokens += report.tokens
             eval_loss = report.eval_loss if report.eval_loss is not None else eval_loss
             self._on_step(report)
+            if self._is_commit_due():
+                self._before_commit()
             session.step_boundary(extra=self._extra())
             if self._is_checkpoint_due() or self._stop.requested:
                 saved = self._checkpoint()
@@ -166,7 +172,13 @@ class TrainingLoop:
         step, settings = self._session.step, self._settings
         return step >= settings.total_steps or (bool(settings.save_every) and step % settings.save_every == 0)
 
+    def _is_commit_due(self) -> bool:
+        """The session commits this step by itself, behind what comes next; it waits for step_boundary() only."""
+        every = self._session.plan.durability.every_steps
+        return self._is_checkpoint_due() or (bool(every) and self._session.step % every == 0)
+
     def _checkpoint(self) -> str:
+        self._before_commit()  # a stop asks for a checkpoint at a step of its own, after its boundary
         name = checkpoint_name(self._session.step)
         self._session.checkpoint(name)
         return name

@@ -65,9 +65,13 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        KERNELS[self.kind].check_group(self.param_groups[-1])
-        if self._ready:
-            self.session.adopt_group(self.param_groups[-1])
+        try:
+            KERNELS[self.kind].check_group(self.param_groups[-1])
+            if self._ready:
+                self.session.adopt_group(self.param_groups[-1])
+        except OverspillError:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """torch's structure. Tensors are read-only views of committed state, and take no memory of their own."""

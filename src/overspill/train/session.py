@@ -18,7 +18,7 @@ import atexit
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class SessionParts:
     step_plan: StepPlan
     store: DiskStore | None
     frozen: dict[str, torch.Tensor]
+    frozen_parameters: dict[str, nn.Parameter]
     link: DeviceLink | None
     base_nbytes: int
     notes: list[str]
@@ -87,6 +88,7 @@ class Session:
         self.pool = parts.pool
         self.notes = parts.notes
         self.model = parts.model
+        self._frozen_parameters = parts.frozen_parameters
         self.measure_norm = False
         self._kernel = parts.kernel
         self._store = parts.store
@@ -106,8 +108,8 @@ class Session:
         self._entered = -1
         self._previous: SubmittedStep[StepWork] | None = None
         self.optimizer = TieredOptimizer(parts.groups, parts.defaults, parts.kind, self)
-        self._executor = Executor(
-            self._run,
+        self._executor: Executor[StepWork] = Executor(
+            _weakly(self._run),  # lane threads must not keep a session alive that its user has let go of
             threads={
                 Lane.READ: parts.plan.read_threads if parts.store else 0,
                 Lane.UPDATE: 1,
@@ -135,11 +137,14 @@ class Session:
         self._schedules: dict[bool, StepSchedule] = {
             commits: build_step(step_plan, commits=commits) for commits in (False, True)
         }
-        if self._hooks is not None:
-            self._hooks.close()
-        self._hooks = HookSet(self.model, {key: live.block.index for key, live in self._live.items()}, self._settle)
+        old = self._hooks
+        if old is not None:
+            old.close()
+        blocks_by_id = {key: live.block.index for key, live in self._live.items()}
+        self._hooks = HookSet(self.model, blocks_by_id, wait=self._settle, flush=self.flush, before=old)
+        before_gradient = _weakly(self._before_gradient)
         self._hooks.handles += [
-            install_hook(live, self._before_gradient) for live in self._live.values() if not live.on_device
+            install_hook(live, before_gradient) for live in self._live.values() if not live.on_device
         ]
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -156,9 +161,10 @@ class Session:
         """The work behind optimizer.step(); see the head of this file."""
         self._refuse_child()
         self._executor.raise_if_failed()
+        self._committer.note_unclaimed()
         previous = self._previous
         if previous is not None:
-            self._committer.close_boundary(previous.work)
+            self._close_boundary(previous)
             self._executor.wait_all(previous, Kind.UPDATE, cause="update")
             self._executor.wait_all(previous, Kind.COMMIT, cause="commit")
         adopt_edits(self._live.values(), self._committer.holds_weights)
@@ -182,10 +188,19 @@ class Session:
         self._submit_next()
         self._finish(current, present)
 
+    def _close_boundary(self, step: SubmittedStep[StepWork]) -> None:
+        """Nobody has taken the step's boundary, and now it is late for it."""
+        if step.work.complete is None:
+            self._committer.close_boundary(step.work)
+        self._executor.pass_by(step, Key(Kind.BOUNDARY))
+
     def _finish(self, current: SubmittedStep[StepWork], present: list[LiveParameter]) -> None:
         """Wait as the plan's overlap says, and let torch's version counters see the update."""
         if self.plan.overlap is Overlap.STEP:
             self._executor.wait_all(current, Kind.UPDATE, cause="update")
+            if current.work.commits:
+                # step() has returned, so weights may be edited: what a commit writes of them has to be written.
+                self._executor.wait_all(current, Kind.WRITE, cause="disk_write")
             if self._link is not None:
                 for block in self._blocks:
                     self._link.order_before_compute(block.index)
@@ -197,12 +212,15 @@ class Session:
                 live.parameter.grad = None
 
     def _collect(self) -> list[LiveParameter]:
+        grouped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for block in self._blocks:
             block.touched = False
         if self._link is not None:
             self._link.begin()
         collect(self._live.values(), self._link)
-        return [live for live in self._live.values() if live.parameter.grad is not None]
+        return [
+            live for live in self._live.values() if live.parameter.grad is not None and id(live.parameter) in grouped
+        ]
 
     def _decide_scale(self) -> float:
         """The norm, where somebody asks for it; the factor that gradients are scaled by; whether to skip."""
@@ -290,14 +308,22 @@ class Session:
 
     def step_boundary(self, extra: dict[str, Any] | None = None) -> None:
         """After optimizer.step() and scheduler.step(): what belongs to this step is taken now."""
-        if self._previous is not None:
-            self._committer.take_boundary(self._previous.work, extra or {})
+        previous = self._previous
+        if previous is None:
+            return
+        late = previous.work.complete is False
+        self._committer.take_boundary(previous.work, extra or {})
+        if late and self.committed_step == self.step:
+            self.flush()
+            self._committer.commit_now()
+        else:
+            self._executor.pass_by(previous, Key(Kind.BOUNDARY))
 
     def flush(self) -> None:
         """Finish all pending updates and writes; on return every parameter and the store are of step ``step``."""
         self._refuse_child()
         if self._previous is not None:
-            self._committer.close_boundary(self._previous.work)
+            self._close_boundary(self._previous)
             self._executor.wait_all(self._previous, Kind.UPDATE, Kind.WRITE, Kind.COMMIT, cause="flush")
             if self._link is not None:
                 for block in self._blocks:
@@ -377,6 +403,12 @@ class Session:
             self._committer.close()
             self._governor.close()
 
+    def __del__(self) -> None:
+        """Let go of without close(): when neither session nor model is held any more."""
+        if hasattr(self, "_executor"):
+            with contextlib.suppress(Exception):  # there is nobody to tell; the last commit is valid
+                self.close()
+
     def __enter__(self) -> Session:
         return self
 
@@ -384,6 +416,11 @@ class Session:
         self.close()
 
     # -- for the session's own parts ----------------------------------------------------------------------------
+
+    @property
+    def waits_before_the_model(self) -> tuple[int, ...]:
+        """Blocks whose update is waited for before the whole model, since a weight is used outside its own module."""
+        return () if self._hooks is None else self._hooks.early
 
     @property
     def blocks(self) -> list[LiveBlock]:
@@ -413,13 +450,20 @@ class Session:
         assert current is not None
         current.work.void = True
         self._executor.reach(current, Key(Kind.NORM), cause="flush")
+        self._executor.pass_by(current, Key(Kind.BOUNDARY))
         self._executor.wait_all(current, Kind.READ, Kind.UPDATE, Kind.WRITE, Kind.COMMIT, cause="flush")
-        yield
-        self._submit_next()
+        try:
+            yield
+        finally:
+            self._submit_next()
 
     def scratch(self, array: str, numel: int) -> torch.Tensor:
         """Part of a staging buffer, while the lanes are idle."""
         return self._staging[0].arrays[array][:numel]
+
+    def frozen_version(self, name: str) -> int:
+        """Changes when a frozen parameter is edited in place."""
+        return self._frozen_parameters[name]._version
 
     def live_of(self, parameter: nn.Parameter) -> LiveParameter | None:
         return self._live.get(id(parameter))
@@ -434,6 +478,18 @@ class Session:
     def _refuse_child(self) -> None:
         if os.getpid() != self._owner_pid:
             raise OverspillError("OVS503", "The session was used in a forked child.")
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The bound method, without keeping its object alive; nothing happens once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*arguments)
+
+    return call
 
 
 def _close_quietly(reference: weakref.ref[Session]) -> None:

@@ -7,7 +7,6 @@ filled before the step's NORM is reached and not changed afterwards.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +30,8 @@ class StepWork:
     """What the user's thread decided for one step, and the snapshot that belongs to it.
 
     flags, scalars: one row per parameter, by block. void: the step is not taken; its operations pass through without
-    effect, so that the lanes become idle. boundary: set when the step's RNG, schedule and data position are in
-    ``extra``; a commit waits for it. written_out: blocks whose newest state the commit finds on disk.
+    effect, so that the lanes become idle. complete: whether ``extra`` holds RNG, schedules and data position, or
+    weights and optimizer only; None: not taken yet. written_out: blocks whose newest state the commit finds on disk.
     """
 
     number: int
@@ -42,7 +41,7 @@ class StepWork:
     flags: dict[int, np.ndarray] = field(default_factory=dict)
     scalars: dict[int, np.ndarray] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
-    boundary: threading.Event = field(default_factory=threading.Event)
+    complete: bool | None = None
     written_out: set[int] = field(default_factory=set)
 
     def fill(
