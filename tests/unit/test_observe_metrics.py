@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -52,7 +55,7 @@ def test_each_row_is_on_its_way_before_the_next_step(tmp_path: Path) -> None:
 def test_rows_after_the_committed_step_are_dropped_on_resume(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     _write(file, range(1, 11))
-    assert truncate_metrics(file, 7) == (3, 0)
+    assert truncate_metrics(file, 7) == (3, 0, 0)
     _write(file, range(8, 10))
     assert [row.step for row in read_metrics(file)] == list(range(1, 10))
     assert file.stat().st_mode & 0o777 == 0o600
@@ -75,7 +78,7 @@ def test_zeros_left_by_a_power_loss_do_not_stop_a_resume(tmp_path: Path) -> None
     file.write_bytes(file.read_bytes() + b"\0" * 4096 + b"\n")
     with pytest.raises(OverspillError, match=r"OVS404.*Line 4"):
         read_metrics(file)
-    assert truncate_metrics(file, 3) == (1, 1)
+    assert truncate_metrics(file, 3) == (1, 1, 0)
     assert [row.step for row in read_metrics(file)] == [1, 2, 3]
 
 
@@ -91,3 +94,55 @@ def test_the_last_row_of_a_long_file_is_found_without_reading_it_all(tmp_path: P
 def test_a_directory_without_permission_gives_its_error(tmp_path: Path) -> None:
     with pytest.raises(OverspillError, match="OVS402"):
         MetricsWriter(tmp_path / "no such directory" / "metrics.jsonl")
+
+
+def test_steps_without_a_row_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert truncate_metrics(file, 4) == (0, 0, 4)
+    _write(file, range(1, 4))
+    _write(file, range(6, 9))
+    assert truncate_metrics(file, 7) == (1, 0, 2)
+
+
+def test_a_full_disk_is_named_and_the_torn_row_is_dropped_later(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    _write(file, range(1, 3))
+    whole = file.read_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with MetricsWriter(file) as out:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, limit[1]))
+            with pytest.raises(OverspillError, match="OVS401"):
+                out.append(StepReport(step=3, loss=1.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, previous)
+    assert file.stat().st_size == len(whole) + 20
+    assert truncate_metrics(file, 2) == (0, 0, 0)
+    assert file.read_bytes() == whole
+
+
+def test_the_file_is_named_durably_and_sync_makes_its_rows_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def recording(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(descriptor: int) -> None:
+            real(descriptor)
+            synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+        monkeypatch.setattr(os, name, call)
+
+    recording("fsync")
+    recording("fdatasync")
+    with MetricsWriter(tmp_path / "metrics.jsonl") as out:
+        assert synced == [tmp_path.name]
+        out.append(StepReport(step=1, loss=1.0))
+        out.sync()
+        assert synced == [tmp_path.name, "metrics.jsonl"]
+    truncate_metrics(tmp_path / "metrics.jsonl", 1)
+    assert synced[2:] == ["metrics.jsonl.new", tmp_path.name]

@@ -103,6 +103,7 @@ class Run:
         scheduler = lr_scheduler(self.session.optimizer, schedule, total_steps=settings.total_steps)
         self.session.track(scheduler=scheduler, data=self.source)
         self.reports: list[StepReport] = []
+        self.synced: list[tuple[int, int | None]] = []
         self.stop = StopFlag()
         self.stop_after: int | None = None
         held_out = [next(iter(Source(3))) for _ in range(2)]
@@ -114,6 +115,7 @@ class Run:
             scheduler=scheduler,
             eval_batches=(lambda: held_out) if evaluate else None,
             on_step=self._on_step,
+            before_commit=lambda: self.synced.append((self.session.step, self.session.committed_step)),
             stop=self.stop,
         )
 
@@ -166,6 +168,16 @@ def test_the_loop_says_how_it_ended_and_leaves_a_checkpoint(tmp_path: Path) -> N
     assert result.eval_loss == run.reports[-1].eval_loss
     assert sum(report.seconds for report in run.reports) <= result.seconds
     assert [report.lr for report in run.reports][:2] == [0.005, 0.01]
+
+
+def test_before_each_step_that_is_committed_its_row_can_be_made_durable(tmp_path: Path) -> None:
+    run = Run(_plan(disk=True, durability=2), tmp_path, LoopSettings(7, save_every=3))
+    run.stop_after = 5
+    run.loop.run()
+    run.session.close()
+    first = dict(reversed(run.synced))  # the earliest call of each step
+    assert sorted(first) == [2, 3, 4, 5]
+    assert all(committed is None or committed < step for step, committed in first.items())
 
 
 def test_a_stop_between_steps_saves_and_a_resume_repeats_the_undisturbed_run(tmp_path: Path) -> None:

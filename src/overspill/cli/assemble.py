@@ -72,7 +72,7 @@ class Parts:
     stop: StopFlag = field(default_factory=StopFlag)
     notes: list[str] = field(default_factory=list)
 
-    def loop(self, on_step: Callable[[StepReport], None]) -> TrainingLoop:
+    def loop(self, on_step: Callable[[StepReport], None], before_commit: Callable[[], None]) -> TrainingLoop:
         evaluation = self.data.evaluation
         return TrainingLoop(
             self.session,
@@ -82,6 +82,7 @@ class Parts:
             scheduler=self.scheduler,
             eval_batches=eval_batches(evaluation, self.micro_batch) if evaluation is not None else None,
             on_step=on_step,
+            before_commit=before_commit,
             extra=lambda: {"epoch": self.source.epoch, "settings": self.number_settings},
             stop=self.stop,
         )
@@ -225,7 +226,7 @@ def give_up_the_future(run: RunDirectory, session: Session) -> list[str]:
 
 def _resume_notes(run: RunDirectory, session: Session) -> list[str]:
     """Cut the metrics back to where the session is, and say what that means."""
-    dropped, damaged = truncate_metrics(run.metrics_file, session.step)
+    dropped, damaged, missing = truncate_metrics(run.metrics_file, session.step)
     restored = session.restored
     if restored is None:
         return ["No step of this run was committed yet; it starts from the beginning."]
@@ -233,6 +234,8 @@ def _resume_notes(run: RunDirectory, session: Session) -> list[str]:
     notes = [f"Going on from step {restored.step}.{again}"]
     if damaged:
         notes.append(f"{damaged} damaged rows were dropped from the metrics; the state is checked on its own.")
+    if missing:
+        notes.append(f"{missing} steps have no row in the metrics; the state is checked on its own.")
     if not restored.complete:
         notes.append(
             "The commit of this step holds weights and optimizer only: random generators, schedule and data position "

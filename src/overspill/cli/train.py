@@ -107,7 +107,7 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
             view.step(report, memory_nbytes=parts.memory.now_nbytes, budget_nbytes=plan.memory_nbytes)
 
         try:
-            result = parts.loop(on_step).run()
+            result = parts.loop(on_step, metrics.sync).run()
         except BaseException:
             view.close()
             try:

@@ -11,14 +11,16 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from overspill.errors import OverspillError
+from overspill.files import disk_errors, replace_text, sync_directory
 from overspill.report import StepReport
 
-__all__ = ["MetricsWriter", "last_row", "read_metrics", "row_text", "truncate_metrics"]
+__all__ = ["Cut", "MetricsWriter", "last_row", "read_metrics", "row_text", "truncate_metrics"]
 
 
 def _json_ready(value: Any) -> Any:
@@ -35,21 +37,36 @@ def row_text(report: StepReport) -> str:
 
 
 class MetricsWriter:
-    """Appends rows; each is handed to the operating system at once, so that a killed process loses none."""
+    """Appends rows; each is handed to the operating system at once, so that a killed process loses none.
+
+    A power cut loses those since the last `sync`: call it before a commit, so that no committed step lacks its row.
+    All methods raise OverspillError OVS401, OVS402 or OVS403 for what the disk refuses.
+    """
 
     def __init__(self, file: Path) -> None:
-        try:
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        except OSError as error:
-            raise OverspillError("OVS402", f"Cannot write the metrics: {error.strerror}.", field=str(file)) from None
-        self._out = os.fdopen(descriptor, "w", encoding="utf-8")
+        self._file = file
+        with self._disk_errors():
+            self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            sync_directory(file.parent)
 
     def append(self, report: StepReport) -> None:
-        self._out.write(row_text(report) + "\n")
-        self._out.flush()
+        row = memoryview((row_text(report) + "\n").encode())
+        with self._disk_errors():
+            while row:
+                row = row[os.write(self._descriptor, row) :]
+
+    def sync(self) -> None:
+        """On return every row is on the disk."""
+        with self._disk_errors():
+            os.fdatasync(self._descriptor)
 
     def close(self) -> None:
-        self._out.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _disk_errors(self) -> AbstractContextManager[None]:
+        return disk_errors(self._file, "Cannot write the metrics")
 
     def __enter__(self) -> Self:
         return self
@@ -103,23 +120,26 @@ def last_row(file: Path) -> StepReport | None:
     return None
 
 
-def truncate_metrics(file: Path, step: int) -> tuple[int, int]:
-    """Drop the rows after ``step``. Returns how many rows went, and how many of these were damaged.
+class Cut(NamedTuple):
+    """What `truncate_metrics` found: rows dropped, how many of these were damaged, steps that have no row."""
+
+    dropped: int
+    damaged: int
+    missing: int
+
+
+def truncate_metrics(file: Path, step: int) -> Cut:
+    """Drop the rows after ``step``.
 
     Rows are not synced one by one, so a power loss may leave zeros or half a row where the newest ones were: a
     damaged row is dropped as well and counted, and the state, which is checked on its own, goes on.
     The new file replaces the old one in one rename: a crash here leaves the one or the other, whole.
     """
     if not file.exists():
-        return 0, 0
+        return Cut(0, 0, step)
     rows = [row for _, row in _rows(file)]
     kept = [row for row in rows if isinstance(row, StepReport) and row.step <= step]
-    new = file.with_suffix(".jsonl.new")
-    with new.open("w", encoding="utf-8") as out:
-        for row in kept:
-            out.write(row_text(row) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-    new.chmod(0o600)
-    new.replace(file)
-    return len(rows) - len(kept), sum(isinstance(row, Exception) for row in rows)
+    with disk_errors(file, "Cannot cut the metrics back"):
+        replace_text(file, "".join(row_text(row) + "\n" for row in kept))
+    damaged = sum(isinstance(row, Exception) for row in rows)
+    return Cut(len(rows) - len(kept), damaged, step - len({row.step for row in kept}))
