@@ -142,11 +142,11 @@ def _measure_here(name: str) -> dict[str, Any]:
 
     from overspill import _native
     from overspill.forecast import Batch, activation_phases
-    from overspill.forecast.activations import MMAP_THRESHOLD_NBYTES
     from overspill.model import ModelShape
+    from overspill.train.malloc import map_large_blocks, trim_before_logits
 
     family, sizes, dtype, checkpointing, sequences, seq_len = (CASES | HELD_OUT)[name]
-    _native.set_malloc(MMAP_THRESHOLD_NBYTES, 128 * 1024, 0)
+    map_large_blocks()  # as a session does
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **sizes)
@@ -164,10 +164,7 @@ def _measure_here(name: str) -> dict[str, Any]:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(to_resident)
 
-    def before_the_loss(*_: object) -> None:
-        _native.malloc_trim()
-
-    model.get_output_embeddings().register_forward_pre_hook(before_the_loss)
+    assert trim_before_logits(model) is not None  # as `overspill train` does
 
     def step(batch: int, tokens: int) -> None:
         ids = torch.randint(0, config.vocab_size, (batch, tokens))

@@ -17,13 +17,13 @@ from overspill.units import MiB
 __all__ = ["Batch", "Phase", "activation_phases", "boundary_bytes_per_token", "saved_bytes_per_token"]
 
 # [Note: Malloc] glibc (seen: 2.36) cannot give a freed aligned block to the next request of the same size, so a
-# heap of activations grows to 1.2 to 1.4 times what is alive, and keeps it. The session therefore maps large blocks
-# (M_MMAP_THRESHOLD) and trims when memory nears its limit (train/governor.py). The benchmark trims before each loss;
-# measured so, the peak at the loss is what is alive plus two runs of the heap that are partly in use. During the
-# forward and a recomputation the holes are still there.
+# heap of activations grows to 1.2 to 1.4 times what is alive, and keeps it. A session therefore maps large blocks
+# (M_MMAP_THRESHOLD) and trims when memory nears its limit (train/governor.py); `overspill train`, like the benchmark,
+# also trims before each loss (train/malloc.py). Measured so, the peak at the loss is what is alive plus two runs of the
+# heap that are partly in use. During the forward and a recomputation the holes are still there.
 MMAP_THRESHOLD_NBYTES: Final = 8 * MiB
 HEAP_RUNS: Final = 2
-# [Note: Fitted] Two figures here are fitted and not derived, on the cases of benchmarks/activations.py that are not
+# [Note: Fitted] Three figures here are fitted and not derived, on the cases of benchmarks/activations.py that are not
 # held out; docs/theory/memory.md (`fitted`) has what was seen, and the held-out cases.
 #: Share of the saved activations that freed blocks between them add where the heap was not trimmed since, by bytes
 #: per element. Seen: 0.39 to 0.50 in bf16, 0.12 to 0.24 in fp32.
