@@ -12,7 +12,6 @@ __all__ = ["Accelerator", "Disk", "Machine"]
 class Accelerator(Frozen):
     name: str
     memory_nbytes: Nbytes
-    usable_nbytes: Nbytes | None = None
 
 
 class Disk(Frozen):

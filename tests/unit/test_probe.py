@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from overspill.machine import Accelerator, Disk, Machine
-from overspill.probe import Finding, base_nbytes, doctor, findings_of, probe
+from overspill.probe import Finding, doctor, findings_of, probe
 from overspill.probe.disk import nearest_existing, probe_disk
 from overspill.probe.memory import read_memory
 from overspill.units import GiB, MiB
@@ -74,13 +74,6 @@ def test_this_machine_has_threads_memory_and_a_disk_whose_test_leaves_nothing_be
 def test_a_directory_that_is_not_there_yet_is_judged_by_its_nearest_parent(tmp_path: Path) -> None:
     assert nearest_existing(tmp_path / "a" / "b") == tmp_path
     assert probe_disk(tmp_path / "a", measure=False).hard_links == probe_disk(tmp_path, measure=False).hard_links
-
-
-def test_the_base_is_what_this_process_holds_and_grows_with_it() -> None:
-    before = base_nbytes()
-    held = bytearray(os.urandom(1024)) * (32 * 1024)
-    assert before > 1 * MiB
-    assert base_nbytes() - before > len(held) // 2
 
 
 def test_probing_imports_no_torch() -> None:

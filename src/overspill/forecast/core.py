@@ -64,7 +64,7 @@ class Forecast(Frozen):
 
     activations_nbytes: activations, logits and scratch at the worst phase, which a plan reserves. peak_nbytes: all
     that counts against the budget. base_nbytes comes on top of it. read and written: disk, per optimizer step;
-    committing: of a step that commits. memory_traffic_nbytes: DRAM, in the kernel, per step.
+    committing: of a step that commits.
     """
 
     family: str
@@ -83,7 +83,6 @@ class Forecast(Frozen):
     read_nbytes: dict[str, int]
     written_nbytes: dict[str, int]
     written_nbytes_committing: dict[str, int]
-    memory_traffic_nbytes: Nbytes
     step_seconds: float | None = None
     verdict: Literal["fits", "tight", "does not fit"]
     reason: str
@@ -157,7 +156,6 @@ def forecast(
         read_nbytes={Tier.DISK.value: read},
         written_nbytes={Tier.DISK.value: written},
         written_nbytes_committing={Tier.DISK.value: committing},
-        memory_traffic_nbytes=state.numel * state.per_element.update,
         step_seconds=step_seconds(
             job,
             machine,

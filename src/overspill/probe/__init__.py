@@ -7,6 +7,5 @@ from __future__ import annotations
 
 from overspill.probe.doctor import Finding, doctor, findings_of
 from overspill.probe.machine import probe
-from overspill.probe.memory import base_nbytes
 
-__all__ = ["Finding", "base_nbytes", "doctor", "findings_of", "probe"]
+__all__ = ["Finding", "doctor", "findings_of", "probe"]

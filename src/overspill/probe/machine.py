@@ -90,8 +90,8 @@ def find_accelerators() -> tuple[Accelerator, ...]:
     kind = torch.accelerator.current_accelerator()
     found = []
     for index in range(torch.accelerator.device_count()):
-        free, total = torch.accelerator.get_memory_info(index)
+        _, total = torch.accelerator.get_memory_info(index)
         named = getattr(getattr(torch, kind.type, None), "get_device_name", None) if kind is not None else None
         name = named(index) if named is not None else f"{kind}:{index}"
-        found.append(Accelerator(name=name, memory_nbytes=total, usable_nbytes=free))
+        found.append(Accelerator(name=name, memory_nbytes=total))
     return tuple(found)

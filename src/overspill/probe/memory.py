@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Memory", "base_nbytes", "measure_matmul", "measure_memory", "pinned_limit", "read_memory"]
+__all__ = ["Memory", "measure_matmul", "measure_memory", "pinned_limit", "read_memory"]
 
 _UNLIMITED_V1 = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63
 
@@ -100,16 +100,6 @@ def _stat(file: Path, names: tuple[str, ...]) -> int:
             name, _, value = line.partition(" ")
             if name in names:
                 return int(value)
-    return 0
-
-
-def base_nbytes() -> int:
-    """Anonymous memory of this process now: called after the libraries are loaded, it is what a budget comes on top
-    of. 0 where /proc does not say."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
     return 0
 
 

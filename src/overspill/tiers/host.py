@@ -53,7 +53,6 @@ class HostPool:
         self._map_memory = map_memory or map_anonymous
         self._lock = threading.Lock()
         self._held: dict[StateClass, int] = {}
-        self._peak_nbytes = 0
         self._owner_pid = os.getpid()
 
     def allocate(self, nbytes: int, state_class: StateClass, name: str) -> Allocation:
@@ -90,10 +89,6 @@ class HostPool:
             return sum(self._held.values())
 
     @property
-    def peak_nbytes(self) -> int:
-        return self._peak_nbytes
-
-    @property
     def free_nbytes(self) -> int:
         return self.limit_nbytes - self.held_nbytes
 
@@ -114,7 +109,6 @@ class HostPool:
                     next_step=f"Raise plan.memory to {format_nbytes(held + nbytes)} or more, or move state to disk.",
                 )
             self._held[state_class] = self._held.get(state_class, 0) + nbytes
-            self._peak_nbytes = max(self._peak_nbytes, held + nbytes)
 
     def _discharge(self, nbytes: int, state_class: StateClass) -> None:
         with self._lock:

@@ -43,7 +43,6 @@ class MemoryGovernor:
         self._floor_nbytes = 0
         map_large_blocks()
         self._descriptor = os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC) if _STATM.exists() else -1
-        self.trims = 0
 
     def check(self) -> None:
         """Trim if memory is near the limit; called where the training thread passes anyway. About 5 µs."""
@@ -54,7 +53,6 @@ class MemoryGovernor:
         # What a trim could not give back is in use; trimming again is worth it only for what came on top since.
         if now > max(self._threshold_nbytes, self._floor_nbytes + _WORTH_NBYTES):
             _native.malloc_trim()
-            self.trims += 1
             self._floor_nbytes = anonymous_nbytes() or 0
         elif now < self._floor_nbytes:
             self._floor_nbytes = now

@@ -43,7 +43,6 @@ class IOCounters:
 
     bytes_read: int = 0
     bytes_written: int = 0
-    syncs: int = 0
 
 
 class FileIO:
@@ -96,11 +95,9 @@ class FileIO:
     def fdatasync(self, fd: int, label: str) -> None:
         """Data, and the size and extents needed to read it back, are on the device when this returns."""
         os.fdatasync(fd)
-        self._count_sync()
 
     def fsync(self, fd: int, label: str) -> None:
         os.fsync(fd)
-        self._count_sync()
 
     def sync_directory(self, path: Path, label: str) -> None:
         """Names made, renamed or removed in ``path`` are on the device when this returns."""
@@ -109,7 +106,6 @@ class FileIO:
             os.fsync(fd)
         finally:
             os.close(fd)
-        self._count_sync()
 
     # names
     def rename(self, source: Path, target: Path, label: str) -> None:
@@ -152,10 +148,6 @@ class FileIO:
         """What this user may still write on the file system that holds ``path``."""
         facts = os.statvfs(path)
         return facts.f_bavail * facts.f_frsize
-
-    def _count_sync(self) -> None:
-        with self._counting:
-            self.counters.syncs += 1
 
 
 def disk_error(error: OSError, path: Path, doing: str, *, need_nbytes: int | None = None) -> OverspillError:

@@ -180,10 +180,6 @@ class DiskStore(StoreCore):
         return self._io.counters.bytes_written
 
     @property
-    def syncs(self) -> int:
-        return self._io.counters.syncs
-
-    @property
     def scratch_nbytes(self) -> int:
         """Memory held for ragged edges (at most 4 MiB; none while all buffers are aligned)."""
         return self._transfer.scratch.nbytes
