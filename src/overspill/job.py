@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from overspill.errors import OverspillError
 from overspill.schema import Frozen, Nbytes, Seconds
@@ -83,6 +83,20 @@ class OptimizerConfig(Frozen):
             return {**data, "max_grad_norm": None}
         return data
 
+    @field_validator("betas")
+    @classmethod
+    def _betas_decay(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("Each of the two must be at least 0 and below 1")
+        return betas
+
+    @field_validator("nesterov")
+    @classmethod
+    def _nesterov_as_in_torch(cls, nesterov: bool, others: ValidationInfo) -> bool:
+        if nesterov and (not others.data.get("momentum") or others.data.get("dampening")):
+            raise ValueError("It needs a momentum above 0 and no dampening")
+        return nesterov
+
 
 class ScheduleConfig(Frozen):
     """The learning rate over the steps: linear warm-up, then the named decay."""
@@ -102,7 +116,9 @@ class TrainConfig(Frozen):
     micro_batch: int = Field(default=1, ge=1, description="Sequences per forward.")
     accumulation: int = Field(default=1, ge=1, description="Micro-batches per optimizer step.")
     seed: int = Field(default=0, ge=0, description="Of dropout, shuffling and random weights.")
-    threads: int | None = Field(default=None, ge=1, description="Compute threads, of torch and of the updates; part of what makes bits repeat.")
+    threads: int | None = Field(
+        default=None, ge=1, description="Compute threads, of torch and of the updates; part of what makes bits repeat."
+    )
     eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at the end.")
     save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only at the end.")
 
@@ -150,6 +166,22 @@ class PlanConfig(Frozen):
     verify_reads: bool = Field(
         default=False, description="Check the checksum of every read of disk state, not only at resume."
     )
+
+    @field_validator("disk_fraction")
+    @classmethod
+    def _fraction_of_a_mix(cls, fraction: float | None, others: ValidationInfo) -> float | None:
+        if fraction is not None and others.data.get("optimizer_state", "mixed") != "mixed":
+            raise ValueError('It is for optimizer_state = "mixed" and says nothing beside another')
+        return fraction
+
+    @field_validator("durability", mode="before")
+    @classmethod
+    def _a_number_of_steps(cls, durability: Any) -> Any:
+        words = ("step", "checkpoint", "auto")
+        whole = isinstance(durability, int) and not isinstance(durability, bool)
+        if durability not in words and not (whole and durability >= 1):
+            raise ValueError('It is "step", "checkpoint", "auto", or a number of steps, at least 1')
+        return durability
 
 
 class Job(Frozen):
