@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from overspill.observe.memory import MemorySampler, anonymous_nbytes
+from overspill.observe.memory import MemorySampler, anonymous_and_shared_nbytes
 from overspill.observe.progress import JsonProgress, PanelProgress, PlainProgress, open_progress
 from overspill.report import StepReport
 from overspill.units import GiB, MiB
@@ -86,7 +86,7 @@ def test_without_a_terminal_the_view_is_plain() -> None:
 
 
 def test_the_sampler_sees_a_peak_that_is_gone_when_it_is_asked() -> None:
-    sampler = MemorySampler(anonymous_nbytes())
+    sampler = MemorySampler(anonymous_and_shared_nbytes())
     block = bytearray(64 * MiB)  # zeroed pages: touched on allocation by CPython's calloc only when written
     block[::4096] = b"x" * len(range(0, len(block), 4096))
     peak = sampler.now_nbytes

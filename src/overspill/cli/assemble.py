@@ -24,7 +24,7 @@ from overspill.cli.loading import import_training
 from overspill.errors import OverspillError
 from overspill.job import Job
 from overspill.observe.compare import Measured
-from overspill.observe.memory import MemorySampler, anonymous_nbytes
+from overspill.observe.memory import MemorySampler, anonymous_and_shared_nbytes
 from overspill.observe.metrics import last_row, truncate_metrics
 from overspill.plan import Plan
 from overspill.report import StepReport
@@ -126,7 +126,7 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
     model = build_empty(config, job.model.dtype, gradient_checkpointing=job.model.gradient_checkpointing)
     freeze(model, job.model.freeze)
     # Interpreter, libraries and the model's code, without a parameter: what the budget does not have to hold.
-    base_nbytes = anonymous_nbytes()
+    base_nbytes = anonymous_and_shared_nbytes()
     data = prepare_data(
         job.data,
         tokenizer,
