@@ -221,14 +221,21 @@ class Committer:
         step = self._session.step
         if step == 0:
             raise OverspillError("OVS504", "There is nothing to save before the first step.", field="checkpoint")
-        if store.committed_step != step or any(block.weights_dirty for block in self._session.blocks):
-            self.commit_now()
+        self.commit_if_behind()
         path = store.pin(name)
         pins = store.pins()
         for pin in pins[: max(0, len(pins) - max(1, self._session.plan.keep_last))]:
             if pin.name != name:
                 store.unpin(pin.name)
         return path
+
+    def commit_if_behind(self) -> None:
+        """Commit the step just done where it is not, or where weights were edited since."""
+        store, step = self._store, self._session.step
+        if store is None or step == 0:
+            return
+        if store.committed_step != step or any(block.weights_dirty for block in self._session.blocks):
+            self.commit_now()
 
     def commit_now(self) -> None:
         """Commit the step just done, on this thread; the lanes have nothing to write meanwhile."""

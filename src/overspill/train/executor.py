@@ -194,7 +194,8 @@ class Executor(Generic[W]):
             self._queues[lane].put(None)
         end = time.monotonic() + join_seconds
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            if thread is not threading.current_thread():  # a lane may be the one in which a session is collected
+                thread.join(max(0.0, end - time.monotonic()))
 
     # -- inside ----------------------------------------------------------------------------------------------
 

@@ -389,13 +389,20 @@ class Session:
         extend(self, [p for p in group["params"] if p.requires_grad and id(p) not in self._live])
 
     def close(self) -> None:
-        """Finish what is pending, end the threads, release the store. The model keeps its weights."""
+        """Finish what is pending, end the threads, release the store. The model keeps its weights.
+
+        Where the plan asks for durability, the last steps are committed too; with ``every_steps = 0`` only a
+        checkpoint keeps them.
+        """
         if self._closed or os.getpid() != self._owner_pid:
             return
         self._closed = True
         try:
             if self._executor.cause is None:
                 self.flush()
+                if self.plan.durability.every_steps:
+                    adopt_edits(self._live.values(), self._committer.holds_weights)
+                    self._committer.commit_if_behind()
         finally:
             if self._hooks is not None:
                 self._hooks.close()

@@ -1,12 +1,14 @@
 """What belongs to a step beside weights and optimizer state: random generators, schedules, data position.
 
 A snapshot is plain JSON, so that a manifest can hold it and nothing is ever unpickled. Tensors and arrays inside
-tracked ``state_dict()``s are kept bit for bit, as base64 with dtype and shape.
+tracked ``state_dict()``s are kept bit for bit, as base64 with dtype and shape. JSON has no infinity, which schedulers
+begin with as their best value so far: such a float is kept by name.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 import random
 from typing import Any, Protocol
 
@@ -16,6 +18,8 @@ import torch
 from overspill.errors import OverspillError
 
 __all__ = ["Tracked", "decode", "encode", "restore_rng", "take_rng"]
+
+_MARKS = {"__tensor__", "__array__", "__tuple__", "__items__", "__float__"}
 
 
 class Tracked(Protocol):
@@ -55,6 +59,10 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 def encode(value: Any, where: str = "extra") -> Any:
     """Plain JSON for numbers, texts, lists, dicts, tensors and arrays. Raises OverspillError OVS504 for the rest."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": repr(float(value))}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
@@ -64,13 +72,11 @@ def encode(value: Any, where: str = "extra") -> Any:
     if isinstance(value, np.ndarray):
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         return {"__array__": value.dtype.str, "shape": list(value.shape), "data": data}
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, tuple | list):
         items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return {"__tuple__": items} if isinstance(value, tuple) else items
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value):
+        if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
             return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
         pairs = [[encode(key, where), encode(item, f"{where}.{key}")] for key, item in value.items()]
         return {"__items__": pairs}
@@ -98,6 +104,8 @@ def decode(value: Any) -> Any:
     if "__array__" in value:
         data = base64.b64decode(value["data"])
         return np.frombuffer(data, dtype=np.dtype(value["__array__"])).reshape(value["shape"]).copy()
+    if "__float__" in value:
+        return float(value["__float__"])
     if "__tuple__" in value:
         return tuple(decode(item) for item in value["__tuple__"])
     if "__items__" in value:

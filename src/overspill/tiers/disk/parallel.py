@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 def for_each(function: Callable[[T], object], items: Iterable[T], *, threads: int, name: str) -> None:
-    """Call ``function`` on every item, ``threads`` at a time. After an error none is begun any more; it is raised."""
+    """Call ``function`` on every item, ``threads`` at a time. After an error none is begun any more; it is raised.
+
+    The caller is one of the threads, so that a machine that has no thread to give only makes it slower.
+    """
     waiting = iter(items)
     lock = threading.Lock()
     errors: list[BaseException] = []
@@ -31,9 +34,15 @@ def for_each(function: Callable[[T], object], items: Iterable[T], *, threads: in
                 with lock:
                     errors.append(error)
 
-    workers = [threading.Thread(target=work, name=f"{name}-{i}") for i in range(threads)]
-    for worker in workers:
-        worker.start()
+    workers: list[threading.Thread] = []
+    for i in range(threads - 1):
+        worker = threading.Thread(target=work, name=f"{name}-{i}")
+        try:
+            worker.start()
+        except RuntimeError:  # "can't start new thread"
+            break
+        workers.append(worker)
+    work()
     for worker in workers:
         worker.join()
     if errors:
