@@ -112,7 +112,7 @@ def _at_risk(job: Job, plan: Plan) -> str:
     if every == 1:
         return "at most the step under way"
     if every == 0 or (steps is not None and every >= steps):
-        return "the whole run, which is saved at its end and at Ctrl-C"
+        return "the whole run: nothing is committed before the end (Ctrl-C commits too)"
     return f"at most {every} steps"
 
 
