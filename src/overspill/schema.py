@@ -86,4 +86,5 @@ def _as_overspill_error(model: type[BaseModel], errors: list[ErrorDetails], sour
         )
     if first["type"] == "missing":
         return OverspillError("OVS101", f"A key is missing{where}.{more}", field=path, next_step=f"Add {path}.")
-    return OverspillError("OVS101", f"{first['msg'].rstrip('.')}{where}.{more}", field=path, value=first["input"])
+    said = first["msg"].removeprefix("Value error, ").rstrip(".")  # of our own validators
+    return OverspillError("OVS101", f"{said}{where}.{more}", field=path, value=first["input"])

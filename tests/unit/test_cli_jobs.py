@@ -75,3 +75,36 @@ def test_a_wrong_setting_says_what_was_meant(tmp_path: Path, setting: str, code:
         load_job(_file(tmp_path), [setting])
     assert caught.value.code == code
     assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (["plan.durability=-5"], "plan.durability"),
+        (["plan.durability=0"], "plan.durability"),
+        (["plan.durability=2.5"], "plan.durability"),
+        (["plan.durability=sometimes"], "plan.durability"),
+        (["optimizer.betas=[1, 2]"], "optimizer.betas"),
+        (["optimizer.betas=[0.9, -0.1]"], "optimizer.betas"),
+        (["optimizer.name=sgd", "optimizer.nesterov=true"], "optimizer.nesterov"),
+        (
+            ["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.momentum=0.9", "optimizer.dampening=0.1"],
+            "nest",
+        ),
+        (["plan.disk_fraction=0.5"], "plan.disk_fraction"),
+        (["plan.disk_fraction=0.5", "plan.optimizer_state=disk"], "plan.disk_fraction"),
+    ],
+)
+def test_a_value_that_torch_or_the_plan_would_not_take_is_named_at_once(
+    tmp_path: Path, settings: list[str], field: str
+) -> None:
+    with pytest.raises(OverspillError, match=rf"OVS101.*{field}") as raised:
+        load_job(_file(tmp_path), settings)
+    assert "Value error" not in str(raised.value)
+
+
+def test_the_neighbours_of_refused_values_are_taken(tmp_path: Path) -> None:
+    settings = ["plan.durability=1", "optimizer.betas=[0, 0.999]", "plan.optimizer_state=mixed", "plan.disk_fraction=0"]
+    settings += ["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.momentum=0.9"]
+    job = load_job(_file(tmp_path), settings)
+    assert (job.plan.durability, job.plan.disk_fraction, job.optimizer.nesterov) == (1, 0, True)
