@@ -280,6 +280,8 @@ def test_the_forecast_says_what_a_crash_would_cost(inputs: Path, capsys: pytest.
     assert "at most 8 steps" in at_risk("plan.durability=checkpoint")
     assert "the whole run" in at_risk("plan.durability=checkpoint", "train.save_every=0")
     assert "the whole run" in at_risk("plan.durability=100", "train.save_every=0")
+    assert "the whole run" in at_risk("plan.durability=24", "train.save_every=0")  # the job's own length
+    assert "at most 8 steps" in at_risk("plan.durability=100")
 
 
 def _tree(path: Path) -> dict[str, bytes]:
@@ -374,3 +376,24 @@ def test_a_run_that_goes_on_is_not_shown_as_it_last_ended(whole: Path, tmp_path:
     shown = subprocess.run([*COMMAND, "runs", "show", str(path), "--json"], capture_output=True, text=True, check=True)
     facts = json.loads(shown.stdout)
     assert (facts["status"], facts["total_steps"]) == ("not ended", 100000)
+
+
+def test_waiting_threads_and_kept_kernels_are_bounded_before_torch_is_loaded(inputs: Path, tmp_path: Path) -> None:
+    watch = (
+        "import os, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            names = ('OMP_WAIT_POLICY', 'ONEDNN_PRIMITIVE_CACHE_CAPACITY')\n"
+        "            print('SEEN', *(os.environ.get(n) for n in names), flush=True)\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "from overspill.cli.main import run\n"
+        f"run(['train', {str(inputs / 'job.toml')!r}, '--run', {str(tmp_path / 'run')!r}, '--set', 'train.steps=1'])\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "ONEDNN_"))}
+    for extra, seen in (({}, "SEEN passive 64"), ({"OMP_WAIT_POLICY": "active"}, "SEEN active 64")):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        done = subprocess.run(
+            [sys.executable, "-c", watch], capture_output=True, text=True, env={**environment, **extra}, check=True
+        )
+        assert [line for line in done.stdout.splitlines() if line.startswith("SEEN")] == [seen], done.stderr
