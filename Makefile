@@ -10,6 +10,8 @@ CORE    := $(VENV)/.core
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 PYTEST  := $(BIN)/python -m pytest
 DEMO_RUN ?= runs/demo
+PEER_SCRIPT ?=
+PEER_PYTHON ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup assets demo test check bench campaign campaign-crash campaign-power-loss campaign-budget docs \
@@ -54,8 +56,9 @@ check: $(CORE)  ## ruff and mypy
 test: check  ## every quick test, with the linters
 	@$(PYTEST) -n 2 -q -m "not slow and not gpu"
 
-bench: assets  ## the figures of docs/, beside other systems where they are installed
-	@$(BIN)/python benchmarks/run_all.py
+# Other systems have an environment of their own: make bench PEER_SCRIPT=… PEER_PYTHON=…; see benchmarks/peers.py.
+bench: assets  ## the figures of docs/; beside other systems with PEER_SCRIPT and PEER_PYTHON
+	@$(BIN)/python benchmarks/run_all.py $(if $(PEER_SCRIPT),--peer-script $(PEER_SCRIPT) --peer-python $(PEER_PYTHON))
 
 campaign: campaign-crash campaign-power-loss campaign-budget  ## the long tests: crash, power loss, budget
 
