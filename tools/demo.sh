@@ -7,7 +7,8 @@ export PATH="$PWD/.venv/bin:$PATH"
 run=${DEMO_RUN:-runs/demo}
 assets=${OVERSPILL_ASSETS:-$PWD/.cache/assets}
 
-say() { printf '\n$ %s\n' "$*"; "$@"; }
+# Quoted so that a shown command can be pasted.
+say() { printf '\n$'; printf ' %q' "$@"; printf '\n'; "$@"; }
 
 if [ -e "$run/run.json" ]; then
   say overspill runs rm --yes "$run"

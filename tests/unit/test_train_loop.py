@@ -103,6 +103,7 @@ class Run:
         scheduler = lr_scheduler(self.session.optimizer, schedule, total_steps=settings.total_steps)
         self.session.track(scheduler=scheduler, data=self.source)
         self.reports: list[StepReport] = []
+        self.loss_before: list[float] = []
         self.synced: list[tuple[int, int | None]] = []
         self.stop = StopFlag()
         self.stop_after: int | None = None
@@ -115,6 +116,7 @@ class Run:
             scheduler=scheduler,
             eval_batches=(lambda: held_out) if evaluate else None,
             on_step=self._on_step,
+            on_first_eval=self.loss_before.append,
             before_commit=lambda: self.synced.append((self.session.step, self.session.committed_step)),
             stop=self.stop,
         )
@@ -168,6 +170,22 @@ def test_the_loop_says_how_it_ended_and_leaves_a_checkpoint(tmp_path: Path) -> N
     assert result.eval_loss == run.reports[-1].eval_loss
     assert sum(report.seconds for report in run.reports) <= result.seconds
     assert [report.lr for report in run.reports][:2] == [0.005, 0.01]
+
+
+def test_what_the_model_could_before_the_first_step_is_measured_once(tmp_path: Path) -> None:
+    settings = LoopSettings(6, eval_every=3)
+    first = Run(_plan(disk=True), tmp_path, settings, evaluate=True)
+    first.stop_after = 3
+    before = first.loop.run().eval_loss_before
+    first.session.close()
+    assert before is not None and first.loss_before == [before]
+    assert before > first.reports[2].eval_loss  # type: ignore[operator]
+    second = Run(_plan(disk=True), tmp_path, settings, evaluate=True, resume=True)
+    assert second.loop.run().eval_loss_before is None and second.loss_before == []
+    second.session.close()
+    without = Run(_plan(), None, settings)
+    _without_checkpoint(without)
+    assert without.loss_before == []
 
 
 def test_before_each_step_that_is_committed_its_row_can_be_made_durable(tmp_path: Path) -> None:

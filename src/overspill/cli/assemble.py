@@ -72,7 +72,12 @@ class Parts:
     stop: StopFlag = field(default_factory=StopFlag)
     notes: list[str] = field(default_factory=list)
 
-    def loop(self, on_step: Callable[[StepReport], None], before_commit: Callable[[], None]) -> TrainingLoop:
+    def loop(
+        self,
+        on_step: Callable[[StepReport], None],
+        on_first_eval: Callable[[float], None],
+        before_commit: Callable[[], None],
+    ) -> TrainingLoop:
         evaluation = self.data.evaluation
         return TrainingLoop(
             self.session,
@@ -82,6 +87,7 @@ class Parts:
             scheduler=self.scheduler,
             eval_batches=eval_batches(evaluation, self.micro_batch) if evaluation is not None else None,
             on_step=on_step,
+            on_first_eval=on_first_eval,
             before_commit=before_commit,
             extra=lambda: {"epoch": self.source.epoch, "settings": self.number_settings},
             stop=self.stop,

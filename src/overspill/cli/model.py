@@ -64,6 +64,9 @@ def generate(
     from overspill.interop.generate import generate_text
 
     stream = is_terminal() and not as_json
+    echo = prompt + "\n" if chat else prompt
+    if stream:
+        print(f"\x1b[2m{echo}\x1b[0m", end="", flush=True)
     text = generate_text(
         directory,
         prompt,
@@ -76,7 +79,7 @@ def generate(
     if as_json:
         print_json({"model": str(directory), "prompt": prompt, "text": text})
     else:
-        emit("" if stream else text)
+        emit("" if stream else echo + text)
 
 
 def _model_of(source: Path, checkpoint: str | None) -> str | Path:

@@ -106,8 +106,11 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
             parts.measured.add(report)
             view.step(report, memory_nbytes=parts.memory.now_nbytes, budget_nbytes=plan.memory_nbytes)
 
+        def on_first_eval(loss: float) -> None:
+            view.note(f"evaluation before the first step: {loss:.4f}")
+
         try:
-            result = parts.loop(on_step, metrics.sync).run()
+            result = parts.loop(on_step, on_first_eval, metrics.sync).run()
         except BaseException:
             view.close()
             try:
@@ -151,16 +154,21 @@ def _say_end(run: RunDirectory, parts: Parts, result: LoopResult, comparison: li
     if as_json:
         end: dict[str, Any] = {"event": "end", "run": str(run.path), "finished": result.finished, "step": result.step}
         end |= {"loss": result.loss, "eval_loss": result.eval_loss, "checkpoint": result.checkpoint}
+        end |= {"eval_loss_before": result.eval_loss_before}
         rows = [row.model_dump() for row in comparison]
         print_json({**end, "tokens": result.tokens, "seconds": result.seconds, "comparison": rows})
         return
     print_table(*comparison_table(comparison), title="\nForecast and measurement")
     speed = f"{result.tokens / result.seconds:.0f} tokens/s" if result.seconds else ""
     emit()
+    if result.eval_loss_before is not None and result.eval_loss is not None:
+        emit(f"Evaluation loss: {result.eval_loss_before:.4f} before the first step, {result.eval_loss:.4f} now.")
     if result.finished:
         emit(f"Done: {result.step} steps, {result.tokens} tokens in {format_seconds(result.seconds)}, {speed}.")
         emit(f"Next: overspill export {run.path}")
         emit(f'      overspill generate {run.path} --prompt "…"')
+    elif result.checkpoint is None:
+        emit(f"Stopped before the first step. Start anew with: overspill resume {run.path}")
     else:
         emit(f"Stopped after step {result.step} of {parts.settings.total_steps}; saved as {result.checkpoint}.")
         emit(f"Go on with: overspill resume {run.path}")

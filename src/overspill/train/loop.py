@@ -67,7 +67,9 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """How the loop ended. ``checkpoint`` is the name of the pin that holds the last step."""
+    """How the loop ended. ``checkpoint`` is the name of the pin that holds the last step; ``eval_loss_before`` the
+    held-out loss before the first step, where this loop began there.
+    """
 
     step: int
     finished: bool
@@ -76,6 +78,7 @@ class LoopResult:
     tokens: int
     seconds: float
     checkpoint: str | None
+    eval_loss_before: float | None = None
 
 
 def model_loss(model: torch.nn.Module, batch: Batch, targets: int) -> torch.Tensor:
@@ -105,6 +108,7 @@ class TrainingLoop:
         eval_batches: called for each evaluation; gives the held-out micro-batches, the same each time.
         compute_loss: (model, batch, targets of the whole step) → scalar; see [Note: Loss of a step].
         on_step: gets each step's report before the step is committed, so that no committed step lacks its row.
+        on_first_eval: gets the held-out loss before the first step, which later ones are measured against.
         before_commit: called before a commit of the newest step can become durable: the place to make durable what
             on_step has written.
         extra: more that belongs into each commit, asked anew each step.
@@ -121,6 +125,7 @@ class TrainingLoop:
         eval_batches: Callable[[], Iterable[Batch]] | None = None,
         compute_loss: Callable[[torch.nn.Module, Batch, int], torch.Tensor] = model_loss,
         on_step: Callable[[StepReport], None] = lambda report: None,
+        on_first_eval: Callable[[float], None] = lambda loss: None,
         before_commit: Callable[[], None] = lambda: None,
         extra: Callable[[], dict[str, Any]] = dict,
         stop: StopFlag | None = None,
@@ -133,12 +138,18 @@ class TrainingLoop:
         self._eval_batches = eval_batches
         self._compute_loss = compute_loss
         self._on_step = on_step
+        self._on_first_eval = on_first_eval
         self._before_commit = before_commit
         self._extra = extra
         self._stop = stop or StopFlag()
 
     def run(self) -> LoopResult:
         session, settings = self._session, self._settings
+        loss_before = None
+        if self._eval_batches is not None and session.step == 0:
+            loss_before = self.evaluate()
+            if loss_before is not None:
+                self._on_first_eval(loss_before)
         first = begun = time.perf_counter()
         tokens = 0
         report: StepReport | None = None
@@ -163,6 +174,7 @@ class TrainingLoop:
             finished=session.step >= settings.total_steps,
             loss=report.loss if report else None,
             eval_loss=eval_loss,
+            eval_loss_before=loss_before,
             tokens=tokens,
             seconds=time.perf_counter() - first,
             checkpoint=saved,
