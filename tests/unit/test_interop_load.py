@@ -19,8 +19,12 @@ from overspill.interop.hf import (
     load_tokenizer,
     load_weights,
     max_positions,
-    refuse_dispatched,
 )
+from overspill.job import OptimizerConfig
+from overspill.plan import Plan
+from overspill.train import attach
+from overspill.train.live import refuse_unsupported
+from overspill.units import MiB
 from testing.peak import measure_peak_nbytes
 from testing.tiny import TINY_ASSETS, make_tiny_model
 
@@ -375,11 +379,11 @@ def test_a_model_spread_by_accelerate_is_refused_with_the_right_recipe(tiny):
     from accelerate import cpu_offload
 
     plain = AutoModelForCausalLM.from_pretrained(tiny, device_map={"": "cpu"})
-    refuse_dispatched(plain)
+    refuse_unsupported(plain)
     hooked = cpu_offload(AutoModelForCausalLM.from_pretrained(tiny), execution_device="cpu")
-    with pytest.raises(OverspillError, match="device_map") as caught:
-        refuse_dispatched(hooked)
+    with pytest.raises(OverspillError, match=r"AlignDevicesHook.*device_map") as caught:
+        attach(hooked, optimizer=OptimizerConfig(), plan=Plan(memory_nbytes=64 * MiB))
     assert caught.value.code == "OVS504"
     plain.hf_device_map = {"model": "cpu", "lm_head": "disk"}
-    with pytest.raises(OverspillError, match="cpu, disk"):
-        refuse_dispatched(plain)
+    with pytest.raises(OverspillError, match="'cpu', 'disk'"):
+        refuse_unsupported(plain)

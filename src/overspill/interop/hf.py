@@ -33,7 +33,6 @@ __all__ = [
     "load_weights",
     "max_positions",
     "model_directory",
-    "refuse_dispatched",
     "torch_dtype",
 ]
 
@@ -206,26 +205,3 @@ def load_tokenizer(path: str | Path) -> Any:
             f"The tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}",
             field=str(directory),
         ) from None
-
-
-def refuse_dispatched(model: nn.Module) -> None:
-    """Refuse a model that accelerate has spread over devices for inference (``device_map``). Raises OVS504.
-
-    Its hooks move weights in every forward, so nobody else can say where a parameter is; such a model also cannot
-    be trained in parallel (huggingface/transformers#31557).
-    """
-    advice = "Load the model without device_map and without offload, and let Overspill place it."
-    devices = getattr(model, "hf_device_map", None)
-    if isinstance(devices, dict) and len({str(device) for device in devices.values()}) > 1:
-        spread = ", ".join(sorted({str(device) for device in devices.values()}))
-        raise OverspillError(
-            "OVS504", "The model is spread over devices by device_map.", value=spread, next_step=advice
-        )
-    for name, module in model.named_modules():
-        if hasattr(module, "_hf_hook"):
-            raise OverspillError(
-                "OVS504",
-                f"accelerate has put a {type(module._hf_hook).__name__} on this module, which moves its weights.",
-                field=name or "the model",
-                next_step=advice,
-            )

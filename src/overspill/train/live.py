@@ -226,7 +226,12 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def refuse_unsupported(module: nn.Module) -> None:
-    """Raises OverspillError OVS504 for models whose parameters another system moves."""
+    """Raises OverspillError OVS504 for models whose parameters another system moves.
+
+    accelerate's hooks move weights in every forward, so nobody else can say where a parameter is; such a model also
+    cannot be trained in parallel (huggingface/transformers#31557).
+    """
+    advice = "Load the model without device_map and without offload, and let Overspill place it."
     device_map: Any = getattr(module, "hf_device_map", None)
     if isinstance(device_map, dict) and len(set(device_map.values())) > 1:
         raise OverspillError(
@@ -234,8 +239,16 @@ def refuse_unsupported(module: nn.Module) -> None:
             "The model is spread over devices by device_map, whose hooks move weights for inference only.",
             field="device_map",
             value=str(sorted({str(device) for device in device_map.values()})),
-            next_step="Load it without device_map and let Overspill place it.",
+            next_step=advice,
         )
+    for name, part in module.named_modules():
+        if hasattr(part, "_hf_hook"):
+            raise OverspillError(
+                "OVS504",
+                f"accelerate has put a {type(part._hf_hook).__name__} on this module, which moves its weights.",
+                field=name or "the model",
+                next_step=advice,
+            )
     for name, parameter in module.named_parameters():
         if type(parameter.data).__name__ == "DTensor":
             raise OverspillError(
