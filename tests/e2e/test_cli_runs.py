@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -397,3 +400,41 @@ def test_waiting_threads_and_kept_kernels_are_bounded_before_torch_is_loaded(inp
             [sys.executable, "-c", watch], capture_output=True, text=True, env={**environment, **extra}, check=True
         )
         assert [line for line in done.stdout.splitlines() if line.startswith("SEEN")] == [seen], done.stderr
+
+
+def test_a_full_disk_is_what_stops_the_run_even_when_its_summary_finds_no_room_either(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(real: Callable[[int], None], name: str) -> Callable[[int], None]:
+        def sync(descriptor: int) -> None:
+            if Path(f"/proc/self/fd/{descriptor}").readlink().name == name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(descriptor)
+
+        return sync
+
+    monkeypatch.setattr(os, "fdatasync", full(os.fdatasync, "metrics.jsonl"))
+    monkeypatch.setattr(os, "fsync", full(os.fsync, "summary.json.new"))
+    with pytest.raises(OverspillError, match=r"OVS401.*metrics\.jsonl"):
+        run(["train", str(inputs / "job.toml"), "--run", str(tmp_path / "run")])
+    assert "Cannot write the run's summary" in capsys.readouterr().err
+
+
+def test_a_signal_in_the_middle_of_a_write_stops_the_run_and_prints_nothing_through_a_stream(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from overspill.cli.train import _stop_on_signals
+    from overspill.train.loop import StopFlag
+
+    class Busy(io.TextIOBase):
+        def write(self, text: str, /) -> int:
+            raise RuntimeError("reentrant call")
+
+    stop = StopFlag()
+    monkeypatch.setattr(sys, "stdout", Busy())
+    monkeypatch.setattr(sys, "stderr", Busy())
+    with _stop_on_signals(stop):
+        signal.raise_signal(signal.SIGTERM)
+    monkeypatch.undo()
+    assert stop.requested
+    assert "Stopping after this step" in capfd.readouterr().err
