@@ -104,7 +104,13 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
         def on_step(report: StepReport) -> None:
             metrics.append(report)
             parts.measured.add(report)
-            view.step(report, memory_nbytes=parts.memory.now_nbytes, budget_nbytes=plan.memory_nbytes)
+            memory = parts.memory
+            view.step(
+                report,
+                memory_nbytes=memory.now_nbytes,
+                budget_nbytes=plan.memory_nbytes,
+                peak_nbytes=memory.peak_nbytes,
+            )
 
         def on_first_eval(loss: float) -> None:
             view.note(f"evaluation before the first step: {loss:.4f}")

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from overspill.observe.metrics import row_text
 from overspill.report import StepReport
-from overspill.units import format_bytes_per_s, format_nbytes, format_seconds
+from overspill.units import MiB, format_bytes_per_s, format_nbytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["JsonProgress", "PanelProgress", "PlainProgress", "Progress", "open_progress", "step_line"]
+__all__ = ["JsonProgress", "PanelProgress", "PlainProgress", "Progress", "open_progress", "step_head", "step_line"]
 
 WINDOW_STEPS = 8  # over which rates are averaged: a checkpoint or an evaluation makes single steps jump
 
@@ -27,7 +27,7 @@ class Progress(Protocol):
     """What the commands tell while a run goes on."""
 
     def note(self, text: str) -> None: ...
-    def step(self, report: StepReport, *, memory_nbytes: int, budget_nbytes: int) -> None: ...
+    def step(self, report: StepReport, *, memory_nbytes: int, budget_nbytes: int, peak_nbytes: int = 0) -> None: ...
     def close(self) -> None: ...
 
 
@@ -66,26 +66,50 @@ class Rates:
         return {cause: s / len(self._recent) for cause, s in total.most_common() if s > 0}
 
 
-def step_line(report: StepReport, rates: Rates, *, total_steps: int, memory_nbytes: int, budget_nbytes: int) -> str:
-    """One step as one line of a log."""
-    width = len(str(total_steps))
-    parts = [f"step {report.step:>{width}}/{total_steps}"]
-    parts.append("loss -" if report.loss is None else f"loss {report.loss:.4f}")
-    if report.eval_loss is not None:
-        parts.append(f"eval {report.eval_loss:.4f}")
-    if report.grad_norm is not None:
-        parts.append(f"norm {report.grad_norm:.2f}")
-    if report.skipped:
-        parts.append("skipped (gradient not finite)")
-    parts += [f"lr {report.lr:.2e}", f"{rates.tokens_per_s:.0f} tok/s", f"{format_seconds(report.seconds)}"]
-    parts.append(f"memory {format_nbytes(memory_nbytes)} of {format_nbytes(budget_nbytes)}")
+_STEP_COLUMNS = (
+    ("loss", 7),
+    ("norm", 5),
+    ("lr", 8),
+    ("seconds", 7),
+    ("tok/s*", 6),
+    ("MiB", 6),
+    ("in*", 5),
+    ("out*", 5),
+)
+"""Names and widths of a log's columns; a column has one unit. The star marks means over the last steps."""
+
+
+def step_head(*, total_steps: int, budget_nbytes: int) -> str:
+    """What stands above the lines of a log: what a star means, and the columns' names."""
+    names = "  ".join(name.rjust(width) for name, width in _STEP_COLUMNS)
+    return (
+        f"* mean of the last {WINDOW_STEPS} steps. Memory: MiB of {budget_nbytes / MiB:.0f}. "
+        "Disk in and out: GB/s. Waited: seconds.\n"
+        f"{'step':>{2 * len(str(total_steps)) + 1}}  {names}  waited"
+    )
+
+
+def step_line(report: StepReport, rates: Rates, *, total_steps: int, memory_nbytes: int) -> str:
+    """One step as one line of a log, in the columns of `step_head`."""
     read, written = rates.link_bytes_per_s("disk")
-    if read or written:
-        parts.append(f"disk {format_bytes_per_s(read)} in, {format_bytes_per_s(written)} out")
+    cells = (
+        "-" if report.loss is None else f"{report.loss:.4f}",
+        "-" if report.grad_norm is None else f"{report.grad_norm:.2f}",
+        f"{report.lr:.2e}",
+        f"{report.seconds:.2f}",
+        f"{rates.tokens_per_s:.0f}",
+        f"{memory_nbytes / MiB:.0f}",
+        f"{read / 1e9:.2f}",
+        f"{written / 1e9:.2f}",
+    )
     stalls = {cause: s for cause, s in report.stall_seconds.items() if s >= 0.005}
-    if stalls:
-        parts.append("stalls " + ", ".join(f"{cause} {format_seconds(s)}" for cause, s in stalls.items()))
-    return "  ".join(parts)
+    rest = [", ".join(f"{cause} {s:.2f}" for cause, s in stalls.items())] if stalls else []
+    if report.eval_loss is not None:
+        rest.append(f"evaluation {report.eval_loss:.4f}")
+    if report.skipped:
+        rest.append("skipped (gradient not finite)")
+    line = "  ".join(cell.rjust(width) for cell, (_, width) in zip(cells, _STEP_COLUMNS, strict=True))
+    return "  ".join([f"{report.step:>{len(str(total_steps))}}/{total_steps}", line, *rest])
 
 
 class PlainProgress:
@@ -94,25 +118,21 @@ class PlainProgress:
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
         self._every = max(1, total_steps // 40)
+        self._has_head = False
         self._rates = Rates()
 
     def note(self, text: str) -> None:
         print(text, flush=True)
 
-    def step(self, report: StepReport, *, memory_nbytes: int, budget_nbytes: int) -> None:
+    def step(self, report: StepReport, *, memory_nbytes: int, budget_nbytes: int, peak_nbytes: int = 0) -> None:
         self._rates.add(report)
         due = report.step <= 3 or report.step % self._every == 0 or report.step == self._total_steps
         if due or report.eval_loss is not None or report.skipped:
-            print(
-                step_line(
-                    report,
-                    self._rates,
-                    total_steps=self._total_steps,
-                    memory_nbytes=memory_nbytes,
-                    budget_nbytes=budget_nbytes,
-                ),
-                flush=True,
-            )
+            if not self._has_head:
+                print(step_head(total_steps=self._total_steps, budget_nbytes=budget_nbytes))
+                self._has_head = True
+            line = step_line(report, self._rates, total_steps=self._total_steps, memory_nbytes=memory_nbytes)
+            print(line, flush=True)
 
     def close(self) -> None:
         pass
@@ -124,7 +144,7 @@ class JsonProgress:
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def step(self, report: StepReport, *, memory_nbytes: int, budget_nbytes: int) -> None:
+    def step(self, report: StepReport, *, memory_nbytes: int, budget_nbytes: int, peak_nbytes: int = 0) -> None:
         row: dict[str, Any] = {"event": "step", "memory_nbytes": memory_nbytes, "budget_nbytes": budget_nbytes}
         print(json.dumps(row)[:-1] + ", " + row_text(report)[1:], flush=True)
 
@@ -143,6 +163,7 @@ class PanelProgress:
         self._title = title
         self._rates = Rates()
         self._losses: list[float] = []
+        self._peak_nbytes = 0
         self._console = Console()
         self._live = Live(console=self._console, refresh_per_second=4, transient=False)
         self._live.start()
@@ -150,22 +171,23 @@ class PanelProgress:
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)
 
-    def step(self, report: StepReport, *, memory_nbytes: int, budget_nbytes: int) -> None:
+    def step(self, report: StepReport, *, memory_nbytes: int, budget_nbytes: int, peak_nbytes: int = 0) -> None:
         self._rates.add(report)
         if report.loss is not None:
             self._losses.append(report.loss)
-        self._live.update(self._draw(report, memory_nbytes, budget_nbytes))
+        self._live.update(self._draw(report, memory_nbytes, budget_nbytes, peak_nbytes))
 
     def close(self) -> None:
         self._live.stop()
 
-    def _draw(self, report: StepReport, memory_nbytes: int, budget_nbytes: int) -> RenderableType:
+    def _draw(self, report: StepReport, memory_nbytes: int, budget_nbytes: int, peak_nbytes: int = 0) -> RenderableType:
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         rates = self._rates
+        peak = self._peak_nbytes = max(self._peak_nbytes, memory_nbytes, peak_nbytes)
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
         grid.add_column()
@@ -184,11 +206,14 @@ class PanelProgress:
         grid.add_row(
             "memory",
             ProgressBar(total=max(1, budget_nbytes), completed=memory_nbytes, width=32),
-            f"{format_nbytes(memory_nbytes)} of {format_nbytes(budget_nbytes)}",
+            f"now {format_nbytes(memory_nbytes)}, peak {format_nbytes(peak)}, budget {format_nbytes(budget_nbytes)}",
         )
         for tier, classes in report.held_nbytes.items():
             held = ", ".join(f"{name} {format_nbytes(n)}" for name, n in classes.items() if n)
-            grid.add_row(f"on {tier}", format_nbytes(sum(classes.values())), held)
+            # In host memory these are the shares of the budget, of which activations are used only for a moment.
+            grid.add_row(
+                "on disk" if tier == "disk" else f"shares of {tier} memory", format_nbytes(sum(classes.values())), held
+            )
         read, written = rates.link_bytes_per_s("disk")
         grid.add_row("disk", f"{format_bytes_per_s(read)} in", f"{format_bytes_per_s(written)} out")
         stalls = rates.stall_seconds()
