@@ -190,3 +190,24 @@ def test_a_wait_left_out_of_the_session_shows(
         return  # noticed as an error of the device
     reference = train(tmp_path / "cpu", make_plan("host", max_grad_norm=None), "cpu")
     assert not is_same(run, reference)
+
+
+def test_when_pinning_fails_training_goes_on_in_pageable_memory_and_says_so_once(
+    emulated: ModuleType, on_cpu: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = torch.zeros
+    pinned: list[int] = []
+
+    def with_a_limit(*size: Any, **options: Any) -> torch.Tensor:
+        if options.get("pin_memory"):
+            if len(pinned) == 2:
+                raise RuntimeError("host memory cannot be pinned: the limit is reached")
+            pinned.append(1)
+        return zeros(*size, **options)
+
+    monkeypatch.setattr(torch, "zeros", with_a_limit)
+    notes: list[str] = []
+    run = train(tmp_path, make_plan("disk"), "emulated", observe=lambda session: notes.extend(session.notes))
+    assert len(pinned) == 2
+    assert len({note for note in notes if "pinned host memory is reached" in note}) == 1
+    assert_same(run, on_cpu)

@@ -310,3 +310,25 @@ def test_stalls_and_bytes_of_a_step_are_counted(tmp_path: Path) -> None:
     assert "moments" not in facts["held_nbytes"]["host"], "a class planned for disk holds no memory"
     assert set(facts["stall_seconds"]) <= {"update", "disk_read", "disk_write", "commit", "flush"}
     session.close()
+
+
+def test_two_directories_share_the_state_by_their_speed(tmp_path: Path) -> None:
+    disks = (tmp_path / "fast", tmp_path / "slow")
+    settings = plan(1.0, directories=disks, directory_weights=(3.0, 1.0))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(12))).bfloat16()
+    session = attach(
+        model, optimizer=torch.optim.AdamW(model.parameters()), plan=settings, directory=tmp_path / "state"
+    )
+    model(torch.randn(2, 64).bfloat16()).float().square().mean().backward()
+    session.optimizer.step()
+    session.checkpoint("a")
+    fast, slow = (sum(f.stat().st_size for f in disk.rglob("f*.bin")) for disk in disks)
+    assert 2 < fast / slow < 4.5
+    session.close()
+
+
+def test_state_asked_for_on_the_device_is_refused_and_not_put_elsewhere() -> None:
+    model = net()
+    settings = plan(1.0, optimizer_state=Placement(device=0.5, host=0.5))
+    with pytest.raises(OverspillError, match=r"OVS504.*cannot be kept on the device"):
+        attach(model, optimizer=torch.optim.AdamW(model.parameters()), plan=settings)

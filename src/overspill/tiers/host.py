@@ -48,9 +48,9 @@ class HostPool:
             pinned.
     """
 
-    def __init__(self, limit_nbytes: int, *, map_memory: Callable[[int], Any] | None = None) -> None:
+    def __init__(self, limit_nbytes: int, *, map_memory: Callable[[int, StateClass], Any] | None = None) -> None:
         self.limit_nbytes = limit_nbytes
-        self._map_memory = map_memory or map_anonymous
+        self._map_memory = map_memory or (lambda nbytes, _state_class: map_anonymous(nbytes))
         self._lock = threading.Lock()
         self._held: dict[StateClass, int] = {}
         self._owner_pid = os.getpid()
@@ -60,7 +60,7 @@ class HostPool:
         rounded = max(1, -(-nbytes // PAGE_NBYTES)) * PAGE_NBYTES
         self._charge(rounded, state_class, name)
         try:
-            buffer = self._map_memory(rounded)
+            buffer = self._map_memory(rounded, state_class)
         except (OSError, MemoryError) as error:
             self._discharge(rounded, state_class)
             raise OverspillError(

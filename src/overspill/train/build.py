@@ -20,7 +20,7 @@ from overspill.optim.kernels import KERNELS
 from overspill.plan import Plan, StateClass
 from overspill.schedule import ChunkPlan, StepPlan, plan_chunks
 from overspill.tiers.disk import DiskStore, SlotSpec
-from overspill.tiers.host import HostPool
+from overspill.tiers.host import HostPool, map_anonymous
 from overspill.train.arrays import StateArray, state_arrays, state_nbytes
 from overspill.train.commit import build_identity, slot_specs
 from overspill.train.governor import anonymous_nbytes
@@ -91,8 +91,8 @@ def attach(
             next_step="Give attach() a directory, or place the state on the host.",
         )
 
-    pool = _make_pool(model, plan)
-    notes: list[str] = []
+    notes: list[str] = [*plan.state_format.notes]
+    pool = _make_pool(model, plan, notes)
     pool.reserve(plan.activations_nbytes, StateClass.ACTIVATIONS, "activations and scratch")
     blocks = [
         build_live_block(
@@ -186,21 +186,42 @@ def _lay_out(trainable: dict[str, nn.Parameter]) -> list[tuple[Block, torch.dtyp
 
 
 def _chunks(layouts: Sequence[Block], plan: Plan) -> tuple[ChunkPlan, ...]:
+    if plan.optimizer_state.device > 0:
+        raise OverspillError(
+            "OVS504",
+            "Optimizer state cannot be kept on the device yet.",
+            field="plan.optimizer_state.device",
+            value=plan.optimizer_state.device,
+            limit=0,
+            next_step="Give its share to host or disk.",
+        )
     numels = [layout.numel for layout in layouts]
-    share = plan.optimizer_state.host + plan.optimizer_state.device
+    share = plan.optimizer_state.host
     # Rounded so that a share of 1 is everything, whatever the floating-point sum of the shares.
     resident = sum(numels) if share >= 1 - 1e-9 else int(share * sum(numels))
     return plan_chunks(numels, chunk_numel=plan.chunk_numel, resident_numel=resident)
 
 
-def _make_pool(model: nn.Module, plan: Plan) -> HostPool:
+def _make_pool(model: nn.Module, plan: Plan, notes: list[str]) -> HostPool:
+    """Anonymous memory; pinned for what a device copies from and to, as long as the system pins."""
     if _device_of(model).type in ("cpu", "meta"):
         return HostPool(plan.memory_nbytes)
+    pins = True
 
-    def pinned(nbytes: int) -> Any:
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    def map_memory(nbytes: int, state_class: StateClass) -> Any:
+        nonlocal pins
+        if pins and state_class in (StateClass.WEIGHTS, StateClass.GRADIENTS):
+            try:
+                return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+            except RuntimeError as error:
+                pins = False
+                notes.append(
+                    f"The system's limit on pinned host memory is reached ({str(error).splitlines()[0]}); the rest is "
+                    "pageable, and copies from and to the device make their thread wait."
+                )
+        return map_anonymous(nbytes)
 
-    return HostPool(plan.memory_nbytes, map_memory=pinned)
+    return HostPool(plan.memory_nbytes, map_memory=map_memory)
 
 
 def _make_link(model: nn.Module) -> DeviceLink | None:
@@ -266,6 +287,7 @@ def _open_store(
         identity=build_identity(),
         pins=max(1, plan.keep_last),
         directories=plan.directories,
+        weights=plan.directory_weights,
         checkpoints=checkpoints,
         piece_nbytes=_piece_nbytes(plan),
         verify_reads=plan.verify_reads,

@@ -4,7 +4,7 @@ It knows no tensors and no files: ``run(op)`` does the work. Lanes take operatio
 operation starts when everything it comes after is done. The compute lane is the user's own thread, which tells the
 executor what it has reached. Threads are made once and joined at close.
 
-States and what moves between them (DESIGN.md §6):
+States and what moves between them (docs/theory/architecture.md):
 
     RUNNING --first error of a lane--> FAILED(cause) --close()--> CLOSED
     RUNNING --------------close()------------------------------> CLOSED
