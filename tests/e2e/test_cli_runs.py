@@ -18,9 +18,12 @@ from pathlib import Path
 import pytest
 
 from overspill.checkpoint import RunDirectory
+from overspill.cli.assemble import assemble
+from overspill.cli.forecast import resolve
 from overspill.cli.main import run
 from overspill.errors import OverspillError
 from overspill.observe.metrics import read_metrics
+from overspill.tiers.disk import DiskStore
 from testing.tiny import TINY_PLAY, make_tiny_model
 
 JOB = """
@@ -364,6 +367,37 @@ def test_a_finished_run_goes_back_to_a_checkpoint_and_drops_what_was_made_of_lat
     assert _losses(path)[16:] != _losses(whole)[16:]
     with pytest.raises(OverspillError, match="OVS603"):
         run(["resume", str(path), "--from", "step-000024"])
+
+
+def test_going_back_that_a_crash_cut_short_is_made_up_for_by_the_next_resume(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    (path / "summary.json").unlink()
+    DiskStore.open(path / "state", from_pin="step-000008").close()  # what a kill behind it leaves: later checkpoints
+    _edit(path / "job.toml", "accumulation = 2", "accumulation = 1")
+    assert run(["resume", str(path)]) == 0
+    assert "were dropped: step-000016, step-000024" in capsys.readouterr().err
+    assert RunDirectory.open(path).checkpoint_names() == ["step-000008", "step-000016", "step-000024"]
+
+
+def test_steps_that_were_committed_without_a_boundary_are_said_once(whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    _edit(path / "job.toml", "steps = 24", "steps = 30")
+    directory = RunDirectory.open(path)
+    job = directory.job()
+    settings, _ = resolve(job, directory.state)
+    with assemble(directory, job, settings, resume=True) as parts:
+        batch = next(parts.source)
+        parts.model(**batch).loss.backward()
+        parts.session.optimizer.step()
+        parts.session.checkpoint("step-000025")
+    with assemble(directory, job, settings, resume=True) as parts:
+        assert parts.session.restored is not None and parts.session.restored.step == 25
+        assert sum("holds weights and optimizer only" in note for note in parts.notes) == 1
+        assert any("Steps without a row in the metrics: 1." in note for note in parts.notes)
 
 
 def test_a_run_that_goes_on_is_not_shown_as_it_last_ended(whole: Path, tmp_path: Path) -> None:

@@ -241,12 +241,7 @@ def _resume_notes(run: RunDirectory, session: Session) -> list[str]:
     if damaged:
         notes.append(f"{damaged} damaged rows were dropped from the metrics; the state is checked on its own.")
     if missing:
-        notes.append(f"{missing} steps have no row in the metrics; the state is checked on its own.")
-    if not restored.complete:
-        notes.append(
-            "The commit of this step holds weights and optimizer only: random generators, schedule and data position "
-            "start anew, so what follows differs from an undisturbed run."
-        )
+        notes.append(f"Steps without a row in the metrics: {missing}. The state is checked on its own.")
     if restored.differs:
         notes.append("Bits may differ from an undisturbed run: " + "; ".join(restored.differs) + ".")
     return notes
