@@ -60,7 +60,15 @@ struct OwnMaster {  // fp32 weights are their own master
 struct FloatMaster {  // bf16 weights, fp32 master
   bf16* __restrict weights;
   float* __restrict master;
-  OVERSPILL_INLINE_MEMBER float load(std::size_t i) const { return master[i]; }
+  // A weight that is not what its master publishes was edited by the user, and is the truth. (With the split master
+  // it always is: its bits are the master's upper half.) By masks, since a select would keep gcc from vectorising.
+  OVERSPILL_INLINE_MEMBER float load(std::size_t i) const {
+    const std::uint32_t u = canonical_bits(master[i]);
+    const std::uint32_t w = weights[i].bits;
+    const std::uint32_t differs = (published_bits(u) & 0xffffu) ^ w;
+    const std::uint32_t edited = std::uint32_t(std::int32_t(differs | (0u - differs)) >> 31);
+    return float_of((u & ~edited) | ((w << 16) & edited));
+  }
   OVERSPILL_INLINE_MEMBER void store(std::size_t i, float x) const {
     const std::uint32_t u = canonical_bits(x);
     master[i] = float_of(u);

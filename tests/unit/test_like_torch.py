@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from overspill import Session, attach
 from overspill.errors import OverspillError
-from overspill.plan import Overlap, Placement, Plan
+from overspill.plan import Overlap, Placement, Plan, StateFormat
 from overspill.units import MiB
 
 Build = Callable[..., tuple[nn.Module, torch.optim.Optimizer, Session | None]]
@@ -294,6 +294,23 @@ def test_weights_edited_in_place_are_the_ones_trained_on(tiered: Callable[..., S
                 next(model.parameters()).data = torch.full((33, 12), 0.05)
     session.flush()
     assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_weights_edited_through_data_are_trained_on_with_either_master(tmp_path: Path, master: str) -> None:
+    model = net().to(torch.bfloat16)
+    form = StateFormat(master=master)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    session = attach(model, optimizer=optimizer, plan=plan("disk", state_format=form), directory=tmp_path / "state")
+    for batch in batches(3):
+        session.optimizer.zero_grad()
+        nn.functional.mse_loss(model(batch[0].bfloat16()).float(), batch[1]).backward()
+        session.optimizer.step()
+    edited = [p.data.mul_(1.5).clone() for p in model.parameters()]
+    session.optimizer.step()
+    for before, after in zip(edited, model.parameters(), strict=True):
+        assert torch.allclose(before.float(), after.float(), atol=2e-3, rtol=2**-7)
+    session.close()
 
 
 def test_a_graph_from_before_a_step_raises_in_backward(tiered: Callable[..., Session]) -> None:

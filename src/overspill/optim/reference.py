@@ -65,7 +65,8 @@ def _load_master(weights: Array, master: Array | None, at: slice) -> Floats:
     if master is None:
         return widen(weights[at])
     if master.dtype == f32:
-        return widen(master[at])
+        # A weight that is not what its master publishes was edited by the user, and is the truth.
+        return np.where(publish(master[at]) == weights[at], one_nan(master[at]), widen(weights[at]))
     x = np.empty(at.stop - at.start, f32)
     join_(x, weights[at], master[at])
     return x

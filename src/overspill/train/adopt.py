@@ -2,8 +2,8 @@
 
 torch's optimizers see both; a session with masters and pool memory of its own has to look. An edited weight is the
 truth: its master follows from it (the resync flag of the kernels), so that no edit is lost to an older master.
-torch counts edits of the parameter itself; one through ``parameter.data`` is not counted. It holds with fp32 weights
-and with the split master, whose upper half the weights are; with a separate fp32 master it is lost at the next step.
+torch counts edits of the parameter itself; one through ``parameter.data`` is not counted, and the kernels see it: a
+weight that is not what its fp32 master publishes replaces it, and the split master's upper half is the weight itself.
 """
 
 from __future__ import annotations
