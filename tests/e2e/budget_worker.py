@@ -50,7 +50,7 @@ def train(request: dict[str, Any], plan: Plan, *, resume: bool) -> None:
             if report.step == request.get("stop_after"):
                 parts.stop.request()
 
-        parts.loop(on_step).run()
+        parts.loop(on_step, before_commit=metrics.sync).run()
 
 
 def use_trainer(request: dict[str, Any], plan: Plan, *, accelerate: bool) -> None:

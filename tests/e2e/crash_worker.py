@@ -85,7 +85,7 @@ def train(request: dict[str, Any], *, resume: bool) -> int:
         restored = parts.session.restored
         print("FROM", 0 if restored is None else restored.step, flush=True)
         with MetricsWriter(run.metrics_file) as metrics:
-            result = parts.loop(metrics.append, metrics.sync).run()
+            result = parts.loop(metrics.append, before_commit=metrics.sync).run()
     return FINISHED if result.finished else UNFINISHED
 
 

@@ -75,8 +75,8 @@ class Parts:
     def loop(
         self,
         on_step: Callable[[StepReport], None],
-        on_first_eval: Callable[[float], None],
-        before_commit: Callable[[], None],
+        on_first_eval: Callable[[float], None] = lambda loss: None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> TrainingLoop:
         evaluation = self.data.evaluation
         return TrainingLoop(
