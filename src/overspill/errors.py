@@ -44,6 +44,16 @@ CODES: Final[dict[str, ErrorCode]] = {
         "The command needs a library that the base install does not bring (torch, transformers, …).",
         "Install the extra that the message names, for example `pip install 'overspill[train,hf]'`.",
     ),
+    "OVS105": ErrorCode(
+        "the file exists already",
+        "A command would write a new file where there is one; nothing is overwritten.",
+        "Give another name, or remove the file first.",
+    ),
+    "OVS106": ErrorCode(
+        "a question cannot be asked",
+        "The command asks before it deletes, and its output is no terminal.",
+        "Give --yes to answer in advance.",
+    ),
     # 2xx: the model and the data
     "OVS201": ErrorCode(
         "the model cannot be found or read",
@@ -173,6 +183,11 @@ CODES: Final[dict[str, ErrorCode]] = {
         "the run directory already exists",
         "A new run needs a new or empty directory.",
         "`overspill resume RUN` to go on with it, or choose another --run.",
+    ),
+    "OVS605": ErrorCode(
+        "the export's directory already exists",
+        "A model is written into a new or empty directory, so that it never mixes with another one.",
+        "Give another --out, or remove the directory first.",
     ),
 }
 

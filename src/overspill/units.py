@@ -44,9 +44,10 @@ def _split(text: str, field: str, example: str) -> tuple[float, str]:
 
 
 def parse_nbytes(value: str | int | float, field: str = "nbytes") -> int:
-    """Bytes from ``"24GiB"``, ``"7.5 GB"`` or a plain count of bytes.
+    """Bytes from ``"24GiB"``, ``"7.5 GB"`` or a number, which counts bytes.
 
-    Raises OverspillError OVS102 for an unknown unit (with the nearest known one), a negative or a fractional count.
+    Raises OverspillError OVS102 for a text without a unit, an unknown unit (with the nearest known one), a negative or
+    a fractional count.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise OverspillError("OVS102", "Bytes are a number or a text.", field=field, value=value)
@@ -58,7 +59,13 @@ def parse_nbytes(value: str | int | float, field: str = "nbytes") -> int:
         return int(value)
     number, unit = _split(value, field, '"24GiB" or "24GB"')
     if unit == "":
-        unit = "B"
+        raise OverspillError(
+            "OVS102",
+            "A size in a text needs a unit.",
+            field=field,
+            value=value,
+            next_step=f'Write "{value.strip()}GiB", or "{value.strip()}B" if bytes are meant.',
+        )
     factor = _FACTOR_BY_UNIT.get(unit)
     if factor is None:
         known = {name.lower(): name for name in _FACTOR_BY_UNIT}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from overspill.cli.main import run
+from overspill.units import format_nbytes
 from testing.tiny import TINY_PLAY, make_tiny_model
 
 JOB = """
@@ -49,3 +51,46 @@ def test_a_run_says_what_training_gained(inputs: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     before = next(line for line in out.splitlines() if line.startswith("evaluation before the first step: "))
     assert f"Evaluation loss: {before.split()[-1]} before the first step, " in out
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_missing_data_is_known_before_the_forecast(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (inputs / "play.txt").unlink()
+    for command in (("forecast", "job.toml"), ("train", "job.toml", "--run", "run")):
+        said = _refusal(capsys, *command)
+        assert "OVS204" in said and "play.txt" in said and "data.path" in said
+    assert not (inputs / "run").exists()
+
+
+def test_the_disk_space_follows_from_the_bytes_of_a_commit(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["forecast", "job.toml", "--set", "plan.keep_last=2", "--json"]) == 0
+    disk_nbytes = json.loads(capsys.readouterr().out)["forecast"]["disk_nbytes"]
+    assert run(["forecast", "job.toml", "--set", "plan.keep_last=2"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "a commit writes" in line)
+    assert f"a commit writes {format_nbytes(disk_nbytes / 4)}, " in line
+    assert "; 4 versions " in line and f"take {format_nbytes(disk_nbytes)} of disk" in line
+
+
+def test_a_run_says_how_often_it_goes_through_its_data(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "job.toml", "--run", "run", "--set", "train.epochs=0.5"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Data: "))
+    sequences = int(line.split()[1])
+    assert sequences > 20 and "sequences of 32 tokens" in line and "more held out" in line
+    steps = int(line.split(" steps of ")[0].split()[-1])
+    assert float(line.split()[-2]) == pytest.approx(steps * 2 / sequences, rel=0.01)
+
+
+def test_what_exists_already_is_named_by_its_own_code(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "job.toml", "--run", "run"]) == 0
+    assert run(["export", "run", "--out", "model"]) == 0
+    assert "OVS605" in _refusal(capsys, "export", "run", "--out", "model")
+    said = _refusal(capsys, "runs", "rm", "run")
+    assert "OVS106" in said and "--yes" in said
+    assert (inputs / "run" / "run.json").exists()

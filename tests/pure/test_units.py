@@ -25,6 +25,8 @@ def test_bytes_are_read_with_their_own_unit(text: str | int, nbytes: int) -> Non
         ("24gb", "GB"),
         ("24G", "GB"),
         ("24 parsecs", "Known units"),
+        ("8", '"8GiB"'),
+        (" 0 ", '"0B"'),
         ("-1GiB", ""),
         ("", ""),
         ("1e999GB", ""),

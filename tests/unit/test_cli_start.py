@@ -68,7 +68,19 @@ def test_new_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[st
     file.write_text("mine")
     assert run(["new", str(file)]) == 2
     assert file.read_text() == "mine"
-    assert "OVS103" in capsys.readouterr().err
+    assert "OVS105" in capsys.readouterr().err
+
+
+def test_new_refuses_a_size_without_a_unit_and_says_what_is_still_to_be_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.toml"
+    assert run(["new", str(file), "--memory", "8"]) == 2
+    assert "OVS102" in capsys.readouterr().err and not file.exists()
+    assert run(["new", str(file), "--model", "m"]) == 0
+    assert "Next: set data.path in it, then overspill forecast" in capsys.readouterr().out
+    assert run(["new", str(tmp_path / "other.toml"), "--model", "m", "--data", "d.txt"]) == 0
+    assert "Next: overspill forecast" in capsys.readouterr().out
 
 
 def test_an_unexpected_exception_is_short_and_its_traceback_is_kept(

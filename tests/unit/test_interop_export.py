@@ -125,7 +125,7 @@ def test_a_directory_that_holds_something_is_not_overwritten(tmp_path, source):
     export_safetensors([("a", torch.float32, (2,), lambda: torch.ones(2))], tmp_path / "out", source_dir=source)
     with pytest.raises(OverspillError, match="not empty") as caught:
         export_safetensors([], tmp_path / "out", source_dir=source)
-    assert caught.value.code == "OVS402"
+    assert caught.value.code == "OVS605"
 
 
 def test_two_exports_to_one_directory_do_not_mix(tmp_path, source):

@@ -31,9 +31,10 @@ def forecast_command(
     as_json: _Json = False,
 ) -> None:
     """What a job will need: memory by class and tier, disk, bytes per step, steps at risk. Loads no model."""
-    from overspill.cli.jobs import load_job
+    from overspill.cli.jobs import load_job, refuse_missing_data
 
     job = load_job(job_file, settings or [])
+    refuse_missing_data(job)
     plan, forecast = resolve(job, Path("runs"))
     if as_json:
         print_json(forecast_json(plan, forecast))
@@ -88,13 +89,16 @@ def print_forecast(job: Job, plan: Plan, forecast: Forecast) -> None:
         f"in {job.model.dtype} with {job.optimizer.name}."
     )
     print_table(("training state", "memory", "disk"), rows)
+    versions = 2 + plan.keep_last
+    seconds = forecast.step_seconds
+    lasting = "" if seconds is None else f", about {format_seconds(seconds)} (speeds measured just now)"
     facts = [
         f"peak in {forecast.peak_phase}; interpreter and libraries come on top ({format_nbytes(forecast.base_nbytes)})",
-        f"disk space {format_nbytes(forecast.disk_nbytes)}, for two versions and {plan.keep_last} checkpoint"
-        + ("s" if plan.keep_last > 1 else ""),
+        f"a commit writes {format_nbytes(forecast.disk_nbytes / versions)}, weights and all state; {versions} versions "
+        f"(committed, under way, {plan.keep_last} checkpoint{'s' if plan.keep_last > 1 else ''}) take "
+        f"{format_nbytes(forecast.disk_nbytes)} of disk",
         f"per step: {forecast.tokens_per_step} tokens, disk {format_nbytes(_read(forecast))} read and "
-        f"{format_nbytes(_written(plan, forecast))} written"
-        + ("" if forecast.step_seconds is None else f", about {format_seconds(forecast.step_seconds)}"),
+        f"{format_nbytes(_written(plan, forecast))} written{lasting}",
         f"at risk in a crash: {_at_risk(job, plan)}",
         *forecast.notes,
         f"{forecast.verdict}: {forecast.reason}",

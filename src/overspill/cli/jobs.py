@@ -15,7 +15,7 @@ from typing import Any
 from overspill.errors import OverspillError
 from overspill.job import Job, read_job
 
-__all__ = ["load_job", "with_settings"]
+__all__ = ["load_job", "refuse_missing_data", "with_settings"]
 
 
 def load_job(file: Path, settings: Sequence[str] = ()) -> Job:
@@ -24,6 +24,20 @@ def load_job(file: Path, settings: Sequence[str] = ()) -> Job:
     Raises OverspillError: OVS101, OVS102, OVS103.
     """
     return _with_absolute_paths(with_settings(read_job(file), settings), file.resolve().parent)
+
+
+def refuse_missing_data(job: Job) -> None:
+    """Raises OverspillError OVS204 where a data file is not there: known before the seconds that a forecast takes."""
+    names = (job.data.path,) if isinstance(job.data.path, str) else job.data.path
+    for name in names:
+        if not Path(name).exists():
+            raise OverspillError(
+                "OVS204",
+                "The data file does not exist.",
+                field="data.path",
+                value=name,
+                next_step="Correct data.path; it is relative to the job file.",
+            )
 
 
 def with_settings(job: Job, settings: Sequence[str]) -> Job:

@@ -105,7 +105,7 @@ def remove(
     if not yes:
         if not is_terminal():
             raise OverspillError(
-                "OVS601",
+                "OVS106",
                 "Nobody is there to be asked whether the run may be deleted.",
                 field=str(path),
                 next_step=f"`overspill runs rm --yes {path}` deletes it without asking.",

@@ -33,7 +33,7 @@ def new(
             out.write(text)
     except FileExistsError:
         raise OverspillError(
-            "OVS103",
+            "OVS105",
             "The job file exists already and is not overwritten.",
             field=str(job),
             next_step="Give another name.",
@@ -43,7 +43,9 @@ def new(
     if as_json:
         print_json({"job": str(job)})
         return
-    emit(f"Wrote {job}. Next: overspill forecast {job}, then overspill train {job}.")
+    missing = [path for path in ("model.path", "data.path") if values[path] is None]
+    first = f"set {' and '.join(missing)} in it, then " if missing else ""
+    emit(f"Wrote {job}. Next: {first}overspill forecast {job}, then overspill train {job}.")
 
 
 def add_to(app: typer.Typer) -> None:

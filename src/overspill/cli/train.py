@@ -45,9 +45,10 @@ def train(
 ) -> None:
     """Print the forecast, train, and compare. Ctrl-C saves a checkpoint and says how to go on."""
     from overspill.checkpoint import RunDirectory, new_run_path
-    from overspill.cli.jobs import load_job
+    from overspill.cli.jobs import load_job, refuse_missing_data
 
     job = load_job(job_file, settings or [])
+    refuse_missing_data(job)
     path = run if run is not None else new_run_path(job_file, parent=Path("runs"))
     RunDirectory(path).refuse_if_taken(job)  # before the seconds that importing torch takes
     raise typer.Exit(_run(RunDirectory(path), job, resume=False, checkpoint=None, as_json=as_json))
@@ -79,6 +80,7 @@ def _run(run: RunDirectory, job: Job, *, resume: bool, checkpoint: str | None, a
         print_json({"event": "forecast", "run": str(run.path), **forecast_json(plan, forecast)})
     else:
         print_forecast(job, plan, forecast)
+        emit("Loading the model and the data …")
     from overspill.cli.assemble import assemble
 
     if not resume:
@@ -86,9 +88,22 @@ def _run(run: RunDirectory, job: Job, *, resume: bool, checkpoint: str | None, a
     with crashes_go_to(run.path), assemble(run, job, plan, resume=resume, checkpoint=checkpoint) as parts:
         for note in parts.notes:
             notice(note)
+        if not as_json:
+            emit(_data_line(job, parts))
         if resume:
             run.forget_summary()
         return _train(run, job, plan, forecast, parts, as_json=as_json)
+
+
+def _data_line(job: Job, parts: Parts) -> str:
+    """How much there is to train on, and how often the run goes through it."""
+    data, settings = parts.data, parts.settings
+    a_step = job.train.micro_batch * settings.accumulation
+    held_out = f", {len(data.evaluation)} more held out" if data.evaluation is not None else ""
+    return (
+        f"Data: {len(data.train)} sequences of {job.data.seq_len} tokens{held_out}; {settings.total_steps} steps of "
+        f"{a_step} are {settings.total_steps * a_step / len(data.train):.3g} epochs."
+    )
 
 
 def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: Parts, *, as_json: bool) -> int:

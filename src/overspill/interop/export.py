@@ -102,8 +102,9 @@ def export_safetensors(
         on_progress: called with (bytes written, bytes in all).
 
     Raises:
-        OverspillError: OVS401 for a full disk, OVS402 for a directory that cannot be written or is not empty,
-            OVS403 for an I/O error, OVS405 when another export writes there, OVS201 without config.json.
+        OverspillError: OVS401 for a full disk, OVS402 for a directory that cannot be written, OVS605 for one
+            that is not empty, OVS403 for an I/O error, OVS405 when another export writes there, OVS201 without
+            config.json.
     """
     final = Path(directory).absolute()
     listed = list(tensors)
@@ -113,7 +114,7 @@ def export_safetensors(
     with disk_errors(final, _STOPPED, next_step="Free space or give another directory."):
         if final.exists() and (not final.is_dir() or any(final.iterdir())):
             raise OverspillError(
-                "OVS402",
+                "OVS605",
                 "The export's directory exists already and is not empty.",
                 field=str(final),
                 next_step="Give another directory, or remove it first.",

@@ -102,7 +102,7 @@ def new_parts(
                 "OVS604",
                 "There is a store in this directory.",
                 field=str(directory),
-                next_step="Open it, or choose another.",
+                next_step="Pass resume=True to go on with it, or choose another directory.",
             )
         run_id = uuid.uuid4().hex
         roots = [Root(path / f"overspill-{run_id[:12]}", at_home=False) for path in directories if path != directory]
