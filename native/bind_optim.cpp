@@ -107,7 +107,7 @@ void adamw(Array weights, ConstArray grads, std::optional<Array> master, Array e
     out.beta1_lerp = out.lerp_from_grad ? float(weight) - 1.0f : float(weight);
     out.beta2 = float(beta2);
     out.one_minus_beta2 = float(1.0 - beta2);
-    out.bias_correction2_sqrt = float(row[6]);
+    out.inverse_correction2_sqrt = float(1.0 / row[6]);
     out.eps = float(eps);
     out.negative_step = float(-(lr / row[5]));
     row += 8;

@@ -32,7 +32,7 @@ struct Arrays {
 
 // Scalars of one segment, derived in double and rounded once to float, as torch does with Python scalars.
 struct AdamScalars {
-  float scale, decay, weight_decay, beta1_lerp, beta2, one_minus_beta2, bias_correction2_sqrt, eps, negative_step;
+  float scale, decay, weight_decay, beta1_lerp, beta2, one_minus_beta2, inverse_correction2_sqrt, eps, negative_step;
   bool lerp_from_grad, l2;
 };
 struct SgdScalars {

@@ -23,7 +23,8 @@ static void adam_loop(MasterT p, const GradT* __restrict g_, StateT* __restrict 
     // torch.lerp: from the nearer end, so that weight 1 gives the gradient exactly.
     const float m = (LerpFromGrad ? g : m0) + s.beta1_lerp * (g - m0);
     const float v = load(v_, i) * s.beta2 + (s.one_minus_beta2 * g) * g;
-    const float denom = __builtin_sqrtf(v) / s.bias_correction2_sqrt + s.eps;
+    // Times the inverse, where torch divides: a division costs as much as the square root, and the loop is bound by both.
+    const float denom = __builtin_sqrtf(v) * s.inverse_correction2_sqrt + s.eps;
     store(m_, i, m);
     store(v_, i, v);
     p.store(i, x + (s.negative_step * m) / denom);

@@ -513,5 +513,5 @@ def test_options_without_an_exact_kernel_are_refused() -> None:
 def test_a_model_spread_by_device_map_is_refused_with_the_recipe() -> None:
     model = net()
     model.hf_device_map = {"0": 0, "2": "cpu"}  # type: ignore[assignment]
-    with pytest.raises(OverspillError, match=r"OVS504.*device_map.*Load it without"):
+    with pytest.raises(OverspillError, match=r"OVS504.*device_map.*Load the model without"):
         attach(model, optimizer=torch.optim.AdamW(model.parameters()), plan=plan())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 import weakref
@@ -294,4 +295,69 @@ def test_a_parameter_taken_out_of_its_group_is_left_alone(tmp_path: Path) -> Non
     backward(model)
     session.optimizer.step()
     assert torch.equal(before, last)
+    session.close()
+
+
+def test_gradients_put_behind_or_exchanged_between_parameters_are_the_ones_used(tmp_path: Path) -> None:
+    models = [net(), net()]
+    session = attach(
+        models[0],
+        optimizer=torch.optim.AdamW(models[0].parameters(), lr=1e-2),
+        plan=plan(),
+        directory=tmp_path / "s",
+    )
+    reference = torch.optim.AdamW(models[1].parameters(), lr=1e-2)
+    for step in range(4):
+        for model, optimizer in zip(models, (session.optimizer, reference), strict=True):
+            optimizer.zero_grad()
+            backward(model, step)
+            a, b = model[2].weight, model[2].bias
+            if step == 1:
+                for parameter in model.parameters():
+                    parameter.grad.data = parameter.grad.data * 0.1
+            if step == 2:
+                twin = torch.nn.Parameter(a.detach().clone())
+                twin.grad = a.grad.clone()
+                a.grad, model[0].weight.grad = twin.grad, model[0].weight.grad.flip(0)
+                b.grad = b.grad.flip(0)
+            optimizer.step()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+    session.close()
+
+
+def test_gradients_swapped_between_two_parameters_are_swapped(tmp_path: Path) -> None:
+    models = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    session = attach(models[0], optimizer=torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9), plan=plan(0.0))
+    reference = torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9)
+    for model, optimizer in zip(models, (session.optimizer, reference), strict=True):
+        backward(model)
+        a, b = model[0].weight, model[1].weight
+        a.grad, b.grad = b.grad, a.grad
+        optimizer.step()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+    session.close()
+
+
+def test_a_wrong_value_in_a_group_counts_no_step(tmp_path: Path) -> None:
+    model = net()
+    session = attach(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan(0.0))
+    backward(model)
+    session.optimizer.param_groups[0]["lr"] = "much"
+    with pytest.raises(ValueError, match="much"):
+        session.optimizer.step()
+    session.optimizer.param_groups[0]["lr"] = 1e-2
+    session.optimizer.step()
+    steps = [float(entry["step"]) for entry in session.optimizer.state_dict()["state"].values()]
+    assert steps == [1.0] * len(steps)
+    session.close()
+
+
+def test_a_model_can_be_copied_after_attach(tmp_path: Path) -> None:
+    model = net()
+    session = attach(model, optimizer=torch.optim.AdamW(model.parameters()), plan=plan(0.0))
+    again = copy.deepcopy(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     session.close()

@@ -125,7 +125,7 @@ def adamw_(
         m = m + weight * (g - m) if abs(weight) < 0.5 else g + (weight - f32(1)) * (g - m)
         v = widen(exp_avg_sq[at]) * f32(beta2)
         v = v + f32(1 - beta2) * g * g
-        denom = np.sqrt(v) / f32(correction2_sqrt)
+        denom = np.sqrt(v) * f32(1 / correction2_sqrt)
         denom = denom + f32(eps)
         _store(exp_avg, at, m)
         _store(exp_avg_sq, at, v)

@@ -6,6 +6,7 @@ store of another model) is an error here, before a weight is moved or a file is 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -107,41 +108,41 @@ def attach(
     ]
     staging = _make_staging(pool, plan, chunks, arrays) if needs_disk else []
     frozen_storage = _make_frozen(pool, frozen)
-    store = None
-    if directory is not None:
-        slots = slot_specs(blocks, arrays, frozen_storage)
-        where = None if checkpoints is None else Path(checkpoints)
-        store = _open_store(Path(directory), slots, plan, checkpoints=where, resume=resume)
-        notes.extend(store.notes)
+    with contextlib.ExitStack() as undo:  # what fails from here on gives the store's lock back
+        store = None
+        if directory is not None:
+            slots = slot_specs(blocks, arrays, frozen_storage)
+            where = None if checkpoints is None else Path(checkpoints)
+            store = _open_store(Path(directory), slots, plan, checkpoints=where, resume=resume)
+            undo.callback(store.close)
+            notes.extend(store.notes)
 
-    link = _make_link(model)
-    _move(model, blocks, trainable, frozen, frozen_storage, groups, plan)
-    session = Session(
-        SessionParts(
-            model=model,
-            plan=plan,
-            pool=pool,
-            kernel=kernel,
-            kind=kind,
-            groups=groups,
-            defaults=defaults,
-            blocks=blocks,
-            staging=staging,
-            step_plan=_step_plan(plan, blocks, chunks, staging, arrays),
-            store=store,
-            frozen=frozen_storage,
-            frozen_parameters=frozen,
-            link=link,
-            base_nbytes=base_nbytes,
-            notes=notes,
+        link = _make_link(model)
+        _move(model, blocks, trainable, frozen, frozen_storage, groups, plan)
+        session = Session(
+            SessionParts(
+                model=model,
+                plan=plan,
+                pool=pool,
+                kernel=kernel,
+                kind=kind,
+                groups=groups,
+                defaults=defaults,
+                blocks=blocks,
+                staging=staging,
+                step_plan=_step_plan(plan, blocks, chunks, staging, arrays),
+                store=store,
+                frozen=frozen_storage,
+                frozen_parameters=frozen,
+                link=link,
+                base_nbytes=base_nbytes,
+                notes=notes,
+            )
         )
-    )
-    try:
+        undo.callback(session.close)
         session.start(resume=bool(resume))
-    except BaseException:
-        session.close()
-        raise
-    return session
+        undo.pop_all()
+        return session
 
 
 def _base_nbytes(model: nn.Module) -> int:

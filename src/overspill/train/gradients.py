@@ -44,15 +44,17 @@ def install_hook(live: LiveParameter, before: Callable[[int], None]) -> torch.ut
     # The hook must hold neither the parameter nor, through it, the session: torch keeps hooks where Python's garbage
     # collector does not look, and a circle through there would never be freed.
     view, block, name = live.gradient, live.block.index, live.place.name
+    address = view.data_ptr()
 
     def after_accumulation(parameter: nn.Parameter) -> None:
         gradient = parameter.grad
-        if gradient is None or gradient.data_ptr() == view.data_ptr():
+        if gradient is None or gradient.data_ptr() == address:
             return
         before(block)
         with torch.no_grad():
             view.copy_(_checked(name, view.dtype, gradient))
-        parameter.grad = view
+        # An alias, so that what a user puts behind p.grad (p.grad.data = …) is not put behind our view as well.
+        parameter.grad = view.detach()
 
     handle: torch.utils.hooks.RemovableHandle = live.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
         after_accumulation
@@ -65,6 +67,7 @@ def collect(parameters: Iterable[LiveParameter], link: DeviceLink | None) -> Non
 
     On return the copies from a device may still be on their way; ``link`` knows when they arrive.
     """
+    moved: list[tuple[LiveParameter, torch.Tensor]] = []
     for live in parameters:
         gradient = live.parameter.grad
         if gradient is None:
@@ -74,7 +77,12 @@ def collect(parameters: Iterable[LiveParameter], link: DeviceLink | None) -> Non
             assert link is not None
             link.fetch(live.gradient, _checked(live.place.name, live.gradient.dtype, gradient), live.block.index)
         elif gradient.data_ptr() != live.gradient.data_ptr():
-            live.gradient.copy_(_checked(live.place.name, live.gradient.dtype, gradient))
+            moved.append((live, _checked(live.place.name, live.gradient.dtype, gradient)))
+    # Gradients that were exchanged between parameters lie in each other's places: all are read before one is written.
+    pool = {live.gradient.untyped_storage().data_ptr() for live, _ in moved}
+    values = [(live, g.clone() if g.untyped_storage().data_ptr() in pool else g) for live, g in moved]
+    for live, gradient in values:
+        live.gradient.copy_(gradient)
 
 
 def measure_norm(blocks: Iterable[LiveBlock], pool: _native.ThreadPool) -> GradientNorm:

@@ -65,7 +65,7 @@ class HookSet:
                 read = self._make_wait(tuple(sorted(own)))
                 self.handles.append(module.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
                 self.handles.append(module.register_load_state_dict_pre_hook(lambda *_: flush()))  # type: ignore[no-untyped-call]
-        self.handles.append(model.register_forward_hook(self._after_root, always_call=True))
+        self.handles.append(model.register_forward_hook(lambda *_: self._after_root(), always_call=True))
 
     def _make(self, module: nn.Module, blocks: tuple[int, ...], is_root: bool) -> Callable[[nn.Module, Any], None]:
         covered = {id(p) for p in module.parameters(recurse=False)}
@@ -110,7 +110,7 @@ class HookSet:
     def early(self) -> tuple[int, ...]:
         return self._early
 
-    def _after_root(self, *_: Any) -> None:
+    def _after_root(self) -> None:
         if self._uses is not None:
             self._uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._uses = None

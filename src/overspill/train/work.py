@@ -64,12 +64,14 @@ class StepWork:
                 self.scalars[block.index] = np.zeros((len(block.parameters), SCALARS_PER_ROW), dtype=np.float64)
         group_of = {id(parameter): group for group in groups for parameter in group["params"]}
         rows: dict[tuple[int, int], tuple[float, ...]] = {}
+        for live in present:  # first all that can fail, a wrong value in a group; only then does a step count
+            group = group_of[id(live.parameter)]
+            key = (id(group), live.steps + 1)
+            if key not in rows:
+                rows[key] = kernel.scalars_row(group, live.steps + 1, grad_scale)
         for live in present:
             live.steps += 1
-            group = group_of[id(live.parameter)]
-            key = (id(group), live.steps)
-            if key not in rows:
-                rows[key] = kernel.scalars_row(group, live.steps, grad_scale)
+            key = (id(group_of[id(live.parameter)]), live.steps)
             self.scalars[live.block.index][live.index] = rows[key]
             self.flags[live.block.index][live.index] = RESYNC if live.resync else 0
             live.resync = False
