@@ -171,7 +171,7 @@ def test_a_disk_that_fills_up_is_named_as_such(tmp_path, source, monkeypatch):
 
 
 def test_exporting_takes_one_tensor_of_memory(tmp_path, source):
-    # As in the commands: large blocks are mapped. Else glibc's heap keeps up to three of the tensors that this test
+    # As in a session, large blocks are mapped. Else glibc's heap keeps up to three of the tensors that this test
     # makes (a plain loop of torch.full does the same), and they would be taken for the export's.
     before = """
 import torch
