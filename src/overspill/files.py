@@ -12,10 +12,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from overspill.errors import OverspillError
 
-__all__ = ["disk_errors", "make_directory", "replace_text", "sync_directory"]
+__all__ = ["SCRATCH_PREFIX", "disk_errors", "make_directory", "replace_text", "sync_directory"]
+
+#: A speed test of a disk writes in a directory of this name, which goes when the test ends.
+SCRATCH_PREFIX: Final = ".overspill-probe-"
 
 _CODES = {errno.ENOSPC: "OVS401", errno.EDQUOT: "OVS401", errno.EFBIG: "OVS401", errno.EIO: "OVS403"}
 

@@ -112,12 +112,17 @@ class TrainConfig(Frozen):
     """How long, in what portions, and what is written down."""
 
     steps: int | None = Field(default=None, ge=1, description="Optimizer steps; or give epochs.")
-    epochs: float | None = Field(default=None, gt=0, description="Passes over the training sequences; or give steps.")
+    epochs: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Passes over the training sequences; or give steps."
+    )
     micro_batch: int = Field(default=1, ge=1, description="Sequences per forward.")
     accumulation: int = Field(default=1, ge=1, description="Micro-batches per optimizer step.")
-    seed: int = Field(default=0, ge=0, description="Of dropout, shuffling and random weights.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Of dropout, shuffling and random weights.")
     threads: int | None = Field(
-        default=None, ge=1, description="Compute threads, of torch and of the updates; part of what makes bits repeat."
+        default=None,
+        ge=1,
+        le=1024,
+        description="Compute threads, of torch and of the updates; part of what makes bits repeat.",
     )
     eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at the end.")
     save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only at the end.")

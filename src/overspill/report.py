@@ -15,7 +15,8 @@ class StepReport(Frozen):
     """One optimizer step. Losses are in full precision; ``null`` stands for what was not measured.
 
     Tiers are ``device``, ``host`` and ``disk``; classes are those of plan.StateClass. ``stall_seconds`` says for
-    how long the computing thread waited, by cause: ``disk_read``, ``disk_write``, ``update``, ``commit``.
+    how long the computing thread waited, by cause: ``disk_read``, ``disk_write``, ``update``, ``commit``, and ``flush``
+    where a checkpoint waited for all that was under way.
     """
 
     step: int = Field(ge=1)

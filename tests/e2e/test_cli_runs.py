@@ -396,7 +396,7 @@ def test_steps_that_were_committed_without_a_boundary_are_said_once(whole: Path,
         parts.session.checkpoint("step-000025")
     with assemble(directory, job, settings, resume=True) as parts:
         assert parts.session.restored is not None and parts.session.restored.step == 25
-        assert sum("holds weights and optimizer only" in note for note in parts.notes) == 1
+        assert sum("without a step boundary" in note for note in parts.notes) == 1
         assert any("Steps without a row in the metrics: 1." in note for note in parts.notes)
 
 

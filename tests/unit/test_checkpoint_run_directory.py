@@ -92,12 +92,22 @@ def test_a_start_that_fails_takes_back_all_it_made_and_nothing_else(tmp_path: Pa
     assert RunDirectory(path).create(_job(seed=5)).job().train.seed == 5
 
 
-@pytest.mark.parametrize("left", [("job.toml.new",), ("job.toml",), ("job.toml", "data"), ("job.toml", "run.json.new")])
+@pytest.mark.parametrize(
+    "left",
+    [
+        ("job.toml.new",),
+        ("job.toml",),
+        ("job.toml", "data"),
+        ("job.toml", "run.json.new"),
+        (".overspill-probe-host-1-x",),
+        ("job.toml", ".overspill-probe-host-1-x"),
+    ],
+)
 def test_a_start_that_was_killed_is_taken_over_by_the_next(tmp_path: Path, left: tuple[str, ...]) -> None:
     path = tmp_path / "r"
     path.mkdir()
     for name in left:
-        if name == "data":
+        if name == "data" or name.startswith("."):
             (path / name).mkdir()
         else:
             (path / name).write_text(job_text(_job()))

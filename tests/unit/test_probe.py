@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from overspill.files import SCRATCH_PREFIX
 from overspill.machine import Accelerator, Disk, Machine
 from overspill.probe import Finding, doctor, findings_of, probe
 from overspill.probe.disk import nearest_existing, probe_disk
@@ -69,6 +71,21 @@ def test_this_machine_has_threads_memory_and_a_disk_whose_test_leaves_nothing_be
     assert (disk.mixed_bytes_per_s > 0) == disk.odirect
     assert list(tmp_path.iterdir()) == []
     assert Machine.model_validate_json(machine.model_dump_json()) == machine
+
+
+def test_what_a_killed_probe_left_behind_goes_with_the_next_and_a_running_ones_stays(tmp_path: Path) -> None:
+    print_pid = [sys.executable, "-c", "import os; print(os.getpid())"]
+    gone = subprocess.run(print_pid, capture_output=True, text=True, check=True)
+    host = socket.gethostname()
+    left, running = (tmp_path / f"{SCRATCH_PREFIX}{host}-{pid}-x" for pid in (gone.stdout.strip(), os.getpid()))
+    elsewhere = tmp_path / f"{SCRATCH_PREFIX}another-host-1-x"
+    for directory in (left, running, elsewhere):
+        directory.mkdir()
+        (directory / "speed").write_bytes(b"x")
+    probe_disk(tmp_path, measure=False)
+    assert not left.exists()
+    assert running.exists()
+    assert elsewhere.exists()
 
 
 def test_a_directory_that_is_not_there_yet_is_judged_by_its_nearest_parent(tmp_path: Path) -> None:

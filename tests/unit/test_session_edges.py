@@ -361,3 +361,116 @@ def test_a_model_can_be_copied_after_attach(tmp_path: Path) -> None:
     again = copy.deepcopy(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     session.close()
+
+
+def test_a_run_in_which_a_layer_was_unfrozen_can_be_gone_on_with(tmp_path: Path) -> None:
+    settings = plan(0.5, durability=EVERY_STEP)
+
+    def start(*, resume: bool, frozen: bool) -> tuple[nn.Sequential, Any]:
+        model = net()
+        model[0].requires_grad_(not frozen)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, attach(model, optimizer=optimizer, plan=settings, directory=tmp_path / "s", resume=resume)
+
+    reference = net()
+    reference[0].requires_grad_(False)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    model, session = start(resume=False, frozen=True)
+    for step in range(8):
+        if step in (4, 6):  # once as it is by then, once frozen as it was when the run began
+            session.close()
+            model, session = start(resume=True, frozen=step == 6)
+        for each, optimizer in ((model, session.optimizer), (reference, theirs)):
+            each[0].requires_grad_(step >= 2)
+            optimizer.zero_grad()
+            backward(each, step)
+            optimizer.step()
+    session.flush()
+    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours, expected, atol=1e-6)
+    session.close()
+
+
+@pytest.mark.parametrize("disk", [0.0, 1.0])
+def test_a_state_dict_without_state_for_a_parameter_starts_it_afresh_as_in_torch(tmp_path: Path, disk: float) -> None:
+    models = [net(), net()]
+    session = attach(
+        models[0],
+        optimizer=torch.optim.AdamW(models[0].parameters(), lr=1e-2),
+        plan=plan(disk),
+        directory=tmp_path / "s",
+    )
+    optimizers = [session.optimizer, torch.optim.AdamW(models[1].parameters(), lr=1e-2)]
+    empty = [optimizer.state_dict() for optimizer in optimizers]
+    for step in range(6):
+        for model, optimizer, before in zip(models, optimizers, empty, strict=True):
+            if step == 3:
+                optimizer.load_state_dict(before)
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+    session.flush()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+    session.close()
+
+
+def test_frozen_weights_of_any_dtype_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+    def build() -> nn.Sequential:
+        model = net()
+        model.add_module("table", nn.Embedding(5, 3, dtype=torch.float64))
+        model.table.requires_grad_(False)
+        model.register_parameter("none", nn.Parameter(torch.zeros(0)))
+        return model
+
+    model = build()
+    session = attach(model, optimizer=torch.optim.AdamW(model.parameters()), plan=plan(), directory=tmp_path / "s")
+    with torch.no_grad():
+        model.table.weight.fill_(1 / 3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    session.optimizer.step()
+    session.checkpoint("a")
+    session.close()
+    again = build()
+    session = attach(
+        again, optimizer=torch.optim.AdamW(again.parameters()), plan=plan(), directory=tmp_path / "s", resume="a"
+    )
+    assert torch.equal(again.table.weight, torch.full((5, 3), 1 / 3, dtype=torch.float64))
+    session.close()
+
+
+def test_what_attach_would_lose_is_refused(tmp_path: Path) -> None:
+    model = net()
+    hooked = torch.optim.AdamW(model.parameters())
+    hooked.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(OverspillError, match=r"OVS207.*session.optimizer"):
+        attach(model, optimizer=hooked, plan=plan(0.0))
+    tied = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 8, bias=False))
+    tied[1].weight.data = tied[0].weight.data
+    with pytest.raises(OverspillError, match=r"OVS504.*share memory: 0.weight and 1.weight"):
+        attach(tied, optimizer=torch.optim.AdamW(tied.parameters()), plan=plan(0.0))
+    session = attach(model, optimizer=torch.optim.AdamW(model.parameters()), plan=plan(0.0))
+    with pytest.raises(OverspillError, match=r"OVS504.*attached to a session already"):
+        attach(model, optimizer=torch.optim.AdamW(model.parameters()), plan=plan(0.0))
+    session.close()
+    attach(model, optimizer=torch.optim.AdamW(model.parameters()), plan=plan(0.0)).close()
+
+
+def test_an_optimizer_without_state_trains_whatever_share_is_planned_for_disk(tmp_path: Path) -> None:
+    models = [net(), net()]
+    session = attach(
+        models[0],
+        optimizer=torch.optim.SGD(models[0].parameters(), lr=0.1),
+        plan=plan(1.0),
+        directory=tmp_path / "s",
+    )
+    for model, optimizer in zip(
+        models, (session.optimizer, torch.optim.SGD(models[1].parameters(), lr=0.1)), strict=True
+    ):
+        backward(model)
+        optimizer.step()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+    session.close()

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from overspill import __version__
 from overspill.errors import OverspillError
-from overspill.files import disk_errors, make_directory, replace_text, sync_directory
+from overspill.files import SCRATCH_PREFIX, disk_errors, make_directory, replace_text, sync_directory
 from overspill.job import Job, read_job
 from overspill.report import Compared
 from overspill.schema import Frozen
@@ -135,7 +135,7 @@ class RunDirectory:
                 field=str(self.path),
                 next_step=f"`overspill resume {self.path}` goes on with it; or choose another --run.",
             )
-        names = {entry.name for entry in self.path.iterdir()}
+        names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(SCRATCH_PREFIX)}
         strangers = sorted(names)
         if strangers and not (names <= BEFORE_IDENTITY and self._is_our_job(names)):
             raise OverspillError(

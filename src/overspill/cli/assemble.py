@@ -174,15 +174,16 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         )
         closing.callback(session.close)
         trim_before_logits(model)
+        unused: list[str] = []
         if session.restored is None:
-            fill(model, job)
+            unused = fill(model, job)
             # Only now: what building and filling drew from the generators must not decide what training draws.
             seed_all(job.train.seed)
         settings = loop_settings(job, data)
         scheduler = lr_scheduler(session.optimizer, job.schedule, total_steps=settings.total_steps)
         session.track(scheduler=scheduler, data=source)
         session.expect_checkpoint(settings.save_every, at=(settings.total_steps,))
-        notes = [*data.notes, *session.notes]
+        notes = [*data.notes, *unused, *session.notes]
         if resume:
             notes += _resume_notes(run, session)
             notes += give_up_the_future(run, session)
@@ -281,12 +282,18 @@ def freeze(model: Any, patterns: tuple[str, ...]) -> None:
         raise OverspillError("OVS101", "No parameter is left to train.", field="model.freeze", next_step="Freeze less.")
 
 
-def fill(model: Any, job: Job) -> None:
-    """Put weights into the parameters' places: from files, or random ones by the job's seed."""
+def fill(model: Any, job: Job) -> list[str]:
+    """Put weights into the parameters' places: from files, or random ones by the job's seed. Returns notes."""
     if job.model.init == "random":
         initialise_weights(model, seed=job.train.seed)
     else:
-        load_weights(model, job.model.path)
+        report = load_weights(model, job.model.path)
+        if report.unused:
+            return [
+                f"{len(report.unused)} tensors of the model's files have no place in the model that config.json "
+                f"describes, and are not trained; the first: {report.unused[0]}."
+            ]
+    return []
 
 
 def _identity(job: Job, model: Any) -> RunIdentity:

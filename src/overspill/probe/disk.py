@@ -11,12 +11,14 @@ import contextlib
 import mmap
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from overspill.files import SCRATCH_PREFIX
 from overspill.machine import Disk
 
 __all__ = ["SPEED_TEST_NBYTES", "nearest_existing", "probe_disk"]
@@ -32,11 +34,13 @@ def probe_disk(directory: str | Path, *, measure: bool = True, speed_test_nbytes
     measure: also test its speed, with at most a tenth of the free space.
     """
     at = nearest_existing(Path(directory))
+    _remove_left_over(at)
     free = shutil.disk_usage(at).free
     direct = links = False
     rates = (0.0, 0.0, 0.0)
     if os.access(at, os.W_OK | os.X_OK):
-        with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix=".overspill-probe-", dir=at) as scratch:
+        prefix = f"{SCRATCH_PREFIX}{socket.gethostname()}-{os.getpid()}-"
+        with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix=prefix, dir=at) as scratch:
             direct, links = _takes_direct(Path(scratch)), _takes_links(Path(scratch))
             nbytes = min(speed_test_nbytes, free // 10) // _REQUEST_NBYTES * _REQUEST_NBYTES
             if measure and direct and nbytes >= 2 * _REQUEST_NBYTES:
@@ -51,6 +55,15 @@ def probe_disk(directory: str | Path, *, measure: bool = True, speed_test_nbytes
         write_bytes_per_s=rates[1],
         mixed_bytes_per_s=rates[2],
     )
+
+
+def _remove_left_over(at: Path) -> None:
+    """What a probe that was killed on this host has left there."""
+    prefix = f"{SCRATCH_PREFIX}{socket.gethostname()}-"
+    for scratch in at.glob(f"{prefix}*"):
+        owner = scratch.name.removeprefix(prefix).split("-")[0]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def nearest_existing(path: Path) -> Path:
@@ -109,8 +122,8 @@ def _speeds(path: Path, nbytes: int) -> tuple[float, float, float]:
     offsets = range(0, nbytes, _REQUEST_NBYTES)
     with (
         _opened(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT) as file,
-        ThreadPoolExecutor(_THREADS) as threads,
         contextlib.ExitStack() as stack,
+        ThreadPoolExecutor(_THREADS) as threads,  # last, so that its threads have ended before their pages go
     ):
         pages = [stack.enter_context(mmap.mmap(-1, _REQUEST_NBYTES)) for _ in range(_THREADS)]
         for page in pages:

@@ -7,6 +7,7 @@ store of another model) is an error here, before a weight is moved or a file is 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ from torch import nn
 
 from overspill.errors import OverspillError
 from overspill.job import OptimizerConfig
-from overspill.model import Block, find_blocks
 from overspill.optim.kernels import KERNELS
 from overspill.plan import Plan, StateClass
-from overspill.schedule import ChunkPlan, StepPlan, plan_chunks
+from overspill.schedule import ChunkPlan, StepPlan
 from overspill.tiers.disk import DiskStore, SlotSpec
+from overspill.tiers.disk.layout import DTYPE_NBYTES, check_match
 from overspill.tiers.host import HostPool, map_anonymous
 from overspill.train.arrays import StateArray, state_arrays, state_nbytes
-from overspill.train.commit import build_identity, slot_specs
+from overspill.train.commit import build_identity, dtype_name, slot_specs
 from overspill.train.governor import anonymous_nbytes
+from overspill.train.layout import cut_in_chunks, lay_out, split, stored_blocks, stored_frozen
 from overspill.train.live import (
     LiveBlock,
     StagingBuffer,
@@ -69,6 +71,7 @@ def attach(
     Raises:
         OverspillError: OVS206, OVS207 (dtype, optimizer), OVS301 (budget), OVS401 … OVS407 (disk), OVS504 (model).
     """
+    _refuse_attached(model)
     refuse_unsupported(model)
     base_nbytes = _base_nbytes(model)
     if isinstance(optimizer, OptimizerConfig):
@@ -79,42 +82,54 @@ def attach(
     for group in groups:
         kernel.check_group(group)
 
-    trainable, frozen = _split(model, groups)
-    layouts = _lay_out(trainable)
-    chunks = _chunks([layout for layout, _ in layouts], plan)
-    arrays = {dtype: state_arrays(kernel, groups, dtype, plan.state_format) for _, dtype in layouts}
-    needs_disk = any(not chunk.resident for chunk in chunks)
-    if needs_disk and directory is None:
-        raise OverspillError(
-            "OVS504",
-            "The plan keeps optimizer state on disk, and no directory was given for it.",
-            field="directory",
-            next_step="Give attach() a directory, or place the state on the host.",
-        )
-
-    notes: list[str] = [*plan.state_format.notes]
-    pool = _make_pool(model, plan, notes)
-    pool.reserve(plan.activations_nbytes, StateClass.ACTIVATIONS, "activations and scratch")
-    blocks = [
-        build_live_block(
-            pool,
-            layout,
-            dtype,
-            torch.float32 if plan.grad_dtype == "fp32" else dtype,
-            arrays[dtype],
-            [chunk for chunk in chunks if chunk.block == layout.index],
-        )
-        for layout, dtype in layouts
-    ]
-    staging = _make_staging(pool, plan, chunks, arrays) if needs_disk else []
-    frozen_storage = _make_frozen(pool, frozen)
     with contextlib.ExitStack() as undo:  # what fails from here on gives the store's lock back
         store = None
-        if directory is not None:
-            slots = slot_specs(blocks, arrays, frozen_storage)
-            where = None if checkpoints is None else Path(checkpoints)
-            store = _open_store(Path(directory), slots, plan, checkpoints=where, resume=resume)
+        if directory is not None and resume:
+            store = _open_store(Path(directory), plan, checkpoints=checkpoints, resume=resume)
             undo.callback(store.close)
+        stored = stored_blocks(store.slots) if store is not None else []
+        trainable, frozen = split(model, groups, {name for members in stored for name in members})
+        layouts = lay_out(trainable, stored)
+        arrays = {dtype: state_arrays(kernel, groups, dtype, plan.state_format) for _, dtype in layouts}
+        chunks = cut_in_chunks(layouts, plan, arrays)
+        needs_disk = any(not chunk.resident for chunk in chunks)
+        if needs_disk and directory is None:
+            raise OverspillError(
+                "OVS504",
+                "The plan keeps optimizer state on disk, and no directory was given for it.",
+                field="directory",
+                next_step="Give attach() a directory, or place the state on the host.",
+            )
+
+        notes: list[str] = [*plan.state_format.notes]
+        pool = _make_pool(model, plan, notes)
+        pool.reserve(plan.activations_nbytes, StateClass.ACTIVATIONS, "activations and scratch")
+        blocks = [
+            build_live_block(
+                pool,
+                layout,
+                dtype,
+                torch.float32 if plan.grad_dtype == "fp32" else dtype,
+                arrays[dtype],
+                [chunk for chunk in chunks if chunk.block == layout.index],
+            )
+            for layout, dtype in layouts
+        ]
+        staging = _make_staging(pool, plan, chunks, arrays) if needs_disk else []
+        frozen_storage = _make_frozen(pool, frozen, notes)
+        if store is not None:
+            # What was frozen when the run began keeps its slot, also once it is trained; see train/extend.py.
+            weights = {place.name: weight_of(block, place) for block in blocks for place in block.layout.parameters}
+            held = {**weights, **frozen_storage}
+            began = stored_frozen(store.slots)
+            if set(frozen_storage) <= set(began) <= set(held):
+                frozen_storage = {name: held[name] for name in began}
+            check_match(store.slots, slot_specs(blocks, arrays, frozen_storage))
+        elif directory is not None:
+            slots = slot_specs(blocks, arrays, frozen_storage)
+            store = _create_store(Path(directory), slots, plan, checkpoints=checkpoints)
+            undo.callback(store.close)
+        if store is not None:
             notes.extend(store.notes)
 
         link = _make_link(model)
@@ -142,65 +157,27 @@ def attach(
         undo.callback(session.close)
         session.start(resume=bool(resume))
         undo.pop_all()
+        _SESSIONS[model] = weakref.ref(session)
         return session
+
+
+#: The open session of each model, so that a second one does not take weights whose update is still under way.
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+
+
+def _refuse_attached(model: nn.Module) -> None:
+    reference = _SESSIONS.get(model)
+    session = reference() if reference is not None else None
+    if session is not None and not session.closed:
+        raise OverspillError(
+            "OVS504", "The model is attached to a session already.", next_step="Close that session first."
+        )
 
 
 def _base_nbytes(model: nn.Module) -> int:
     """What the process holds beside the model: interpreter and libraries, on top of which the budget counts."""
     own = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == "cpu")
     return max(0, (anonymous_nbytes() or 0) - own)
-
-
-def _split(model: nn.Module, groups: Groups) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Parameters that are trained (in a group, and require a gradient), and all others."""
-    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
-    wanted: set[int] = set()
-    for group in groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise OverspillError(
-                    "OVS504",
-                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model.",
-                    field="optimizer.param_groups",
-                    next_step="Pass the module that owns all parameters of the optimizer.",
-                )
-            wanted.add(id(parameter))
-    trainable: dict[str, nn.Parameter] = {}
-    frozen: dict[str, nn.Parameter] = {}
-    for name, parameter in named_parameters(model).items():
-        (trainable if id(parameter) in wanted and parameter.requires_grad else frozen)[name] = parameter
-    return trainable, frozen
-
-
-def _lay_out(trainable: dict[str, nn.Parameter]) -> list[tuple[Block, torch.dtype]]:
-    """Blocks in forward order, one dtype each; a layer with weights of two dtypes makes two blocks."""
-    by_dtype: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
-    for name, parameter in trainable.items():
-        by_dtype.setdefault(parameter.dtype, []).append((name, tuple(parameter.shape)))
-    position = {name: i for i, name in enumerate(trainable)}
-    found = [(block, dtype) for dtype, named in by_dtype.items() for block in find_blocks(named)]
-    if len(by_dtype) > 1:
-        found.sort(key=lambda pair: position[pair[0].parameters[0].name])
-    return [
-        (Block(index, block.name, block.parameters, block.numel), dtype) for index, (block, dtype) in enumerate(found)
-    ]
-
-
-def _chunks(layouts: Sequence[Block], plan: Plan) -> tuple[ChunkPlan, ...]:
-    if plan.optimizer_state.device > 0:
-        raise OverspillError(
-            "OVS504",
-            "Optimizer state cannot be kept on the device yet.",
-            field="plan.optimizer_state.device",
-            value=plan.optimizer_state.device,
-            limit=0,
-            next_step="Give its share to host or disk.",
-        )
-    numels = [layout.numel for layout in layouts]
-    share = plan.optimizer_state.host
-    # Rounded so that a share of 1 is everything, whatever the floating-point sum of the shares.
-    resident = sum(numels) if share >= 1 - 1e-9 else int(share * sum(numels))
-    return plan_chunks(numels, chunk_numel=plan.chunk_numel, resident_numel=resident)
 
 
 def _make_pool(model: nn.Module, plan: Plan, notes: list[str]) -> HostPool:
@@ -260,28 +237,32 @@ def _make_staging(
     return [StagingBuffer.allocate(pool, widest, numel, index) for index in range(count)]
 
 
-def _make_frozen(pool: HostPool, frozen: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Host memory for parameters that are not trained; those on a device stay there and are not listed."""
+def _make_frozen(pool: HostPool, frozen: dict[str, nn.Parameter], notes: list[str]) -> dict[str, torch.Tensor]:
+    """Host memory for parameters that are not trained; those that stay where they are get a note."""
     storage: dict[str, torch.Tensor] = {}
+    left: list[str] = []
     for name, parameter in frozen.items():
-        if parameter.device.type in ("cpu", "meta") and parameter.dtype in (torch.float32, torch.bfloat16):
+        if parameter.device.type in ("cpu", "meta") and dtype_name(parameter.dtype) in DTYPE_NBYTES:
             nbytes = parameter.numel() * parameter.element_size()
             allocation = pool.allocate(nbytes, StateClass.WEIGHTS, f"frozen {name}")
             storage[name] = as_tensor(allocation, parameter.dtype, parameter.numel()).view(parameter.shape)
+        else:
+            left.append(name)
+    if left:
+        notes.append(f"{len(left)} frozen parameters are not part of checkpoints, the first: {left[0]}.")
     return storage
 
 
-def _open_store(
-    directory: Path, slots: list[SlotSpec], plan: Plan, *, checkpoints: Path | None, resume: bool | str
-) -> DiskStore:
-    if resume:
-        return DiskStore.open(
-            directory,
-            slots=slots,
-            from_pin=resume if isinstance(resume, str) else None,
-            checkpoints=checkpoints,
-            verify_reads=plan.verify_reads,
-        )
+def _open_store(directory: Path, plan: Plan, *, checkpoints: str | Path | None, resume: bool | str) -> DiskStore:
+    return DiskStore.open(
+        directory,
+        from_pin=resume if isinstance(resume, str) else None,
+        checkpoints=None if checkpoints is None else Path(checkpoints),
+        verify_reads=plan.verify_reads,
+    )
+
+
+def _create_store(directory: Path, slots: list[SlotSpec], plan: Plan, *, checkpoints: str | Path | None) -> DiskStore:
     return DiskStore.create(
         directory,
         slots,
@@ -289,7 +270,7 @@ def _open_store(
         pins=max(1, plan.keep_last),
         directories=plan.directories,
         weights=plan.directory_weights,
-        checkpoints=checkpoints,
+        checkpoints=None if checkpoints is None else Path(checkpoints),
         piece_nbytes=_piece_nbytes(plan),
         verify_reads=plan.verify_reads,
     )
@@ -321,7 +302,7 @@ def _move(
             if plan.grad_dtype == "fp32" and fresh.dtype is not torch.float32:
                 fresh.grad_dtype = torch.float32
     for name, storage in frozen_storage.items():
-        frozen[name] = place_weights(model, frozen[name], storage)
+        frozen[name] = trainable[name] if name in trainable else place_weights(model, frozen[name], storage)
     for group in groups:
         group["params"] = [moved.get(id(p), p) for p in group["params"]]
     order = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}

@@ -38,7 +38,11 @@ __all__ = ["Committer", "Restored", "build_identity", "slot_specs"]
 
 #: Persistent buffers (running means and the like) go into each manifest; a model that has more of them is told so.
 _BUFFERS_LIMIT_NBYTES = 16 * MiB
-_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int16: "int16"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the store calls it: "float32", "bfloat16", "int16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -62,20 +66,19 @@ def slot_specs(
         for name, dtype, state_class in arrays:
             item = torch.empty(0, dtype=dtype).element_size()
             tensors = tuple(
-                TensorSpec(p.name, p.offset * item, p.shape, _DTYPE_NAMES[dtype]) for p in block.layout.parameters
+                TensorSpec(p.name, p.offset * item, p.shape, dtype_name(dtype)) for p in block.layout.parameters
             )
             numel = block.layout.numel
             slots.append(
-                SlotSpec(block.slot_name(name), _DTYPE_NAMES[dtype], (numel,), numel * item, str(state_class), tensors)
+                SlotSpec(block.slot_name(name), dtype_name(dtype), (numel,), numel * item, str(state_class), tensors)
             )
     for index, (name, tensor) in enumerate(frozen.items()):
-        dtype_name = _DTYPE_NAMES[tensor.dtype]
-        spec = TensorSpec(name, 0, tuple(tensor.shape), dtype_name)
+        spec = TensorSpec(name, 0, tuple(tensor.shape), dtype_name(tensor.dtype))
         numel = max(tensor.numel(), 1)
         slots.append(
             SlotSpec(
                 frozen_slot(index),
-                dtype_name,
+                dtype_name(tensor.dtype),
                 (numel,),
                 numel * tensor.element_size(),
                 str(StateClass.WEIGHTS),
@@ -138,10 +141,11 @@ class Committer:
             )
             self._buffers = {}
 
-    @property
-    def frozen(self) -> dict[str, torch.Tensor]:
-        """Parameters that are not trained, by name, where the session holds them."""
-        return self._frozen
+    def follow_frozen(self, name: str, storage: torch.Tensor) -> None:
+        """What is written to the slot of a parameter that was frozen comes from ``storage`` from now on."""
+        if name in self._frozen:
+            self._frozen[name] = storage
+            self._frozen_versions.pop(name, None)
 
     # -- when ------------------------------------------------------------------------------------------------
 
@@ -302,7 +306,8 @@ class Committer:
         restore_rng(saved["rng"])
         if not saved["complete"]:
             self._session.notes.append(
-                "The commit holds weights and optimizer only: random generators, schedules and data start anew."
+                "The commit was made without a step boundary: random generators, schedules and data position are of "
+                "the moment at which it was made."
             )
         differs = tuple(
             f"{key}: {saved['build'].get(key)} then, {value} now"

@@ -1,7 +1,9 @@
 """Parameters that join a running session: ``add_param_group``, or unfreezing after some steps.
 
 They become blocks of their own behind the others, within the same budget: state goes to DRAM where the plan keeps
-everything there, and to disk otherwise. The store gets new slots; the committed step stays as it is.
+everything there, and to disk otherwise. The store gets new slots; the committed step stays as it is. A parameter that
+was frozen when the run began keeps the slot that it had as such, and a commit writes its weights there too, so that
+every slot of a checkpoint holds what it says.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ __all__ = ["extend"]
 
 def extend(session: Session, parameters: list[nn.Parameter]) -> None:
     """Take parameters into the session. Raises OverspillError OVS504 when the model does not own them, OVS301."""
+    parameters = [parameter for parameter in parameters if parameter.numel() > 0]
     if not parameters:
         return
     name_by_id = {id(p): name for name, p in named_parameters(session.model).items()}
@@ -50,6 +53,7 @@ def extend(session: Session, parameters: list[nn.Parameter]) -> None:
             for place in block.layout.parameters:
                 storage = weight_of(block, place)
                 place_weights(session.model, named[place.name], storage)
+                session.follow_frozen(place.name, storage)
             add_parameters(block, named, order)
             for live in block.parameters:
                 live.version = live.parameter._version

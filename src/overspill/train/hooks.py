@@ -73,9 +73,9 @@ class HookSet:
             covered |= {id(p) for p in module.parameters()}
 
         def before_forward(_module: nn.Module, _inputs: Any) -> None:
+            if os.getpid() != self._owner_pid:
+                raise OverspillError("OVS503", "The model was run in a forked child, which has not its weights.")
             if is_root:
-                if os.getpid() != self._owner_pid:
-                    raise OverspillError("OVS503", "The model was run in a forked child, which has not its weights.")
                 for block in self._early:
                     self._wait(block)
                 self._forwards += 1

@@ -7,6 +7,7 @@ sees, so that where the memory is can change without them. Nothing here decides 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -259,3 +260,23 @@ def refuse_unsupported(module: nn.Module) -> None:
             )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise OverspillError("OVS206", "Only floating-point parameters can be trained.", field=name)
+    _refuse_shared_memory(named_parameters(module))
+
+
+def _refuse_shared_memory(parameters: dict[str, nn.Parameter]) -> None:
+    """Two Parameters over the same memory (tied through ``.data``) would be untied by moving each into the pool."""
+    extents = []
+    for name, parameter in parameters.items():
+        if parameter.device.type != "meta" and parameter.numel() > 0:
+            last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            start = parameter.data_ptr()
+            extents.append((parameter.device.type, start, start + (last + 1) * parameter.element_size(), name))
+    extents.sort()
+    for (device, _, stop, name), (next_device, start, _, next_name) in itertools.pairwise(extents):
+        if device == next_device and start < stop:
+            raise OverspillError(
+                "OVS504",
+                f"Two parameters share memory: {name} and {next_name}.",
+                field=next_name,
+                next_step="Tie them by assigning one Parameter to both modules (`head.weight = embed.weight`).",
+            )

@@ -129,5 +129,13 @@ def groups_from_torch(optimizer: torch.optim.Optimizer) -> tuple[str, Groups, di
             field="optimizer",
             next_step="Attach before the first step, or load the state through session.optimizer.load_state_dict().",
         )
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks")
+    if any(getattr(optimizer, name, None) for name in hooks):
+        raise OverspillError(
+            "OVS207",
+            "Hooks are registered on the torch optimizer, which is not the one that will step.",
+            field="optimizer",
+            next_step="Register them on session.optimizer after attach().",
+        )
     groups = [group | {"params": list(group["params"])} for group in optimizer.param_groups]
     return kind, groups, dict(optimizer.defaults)

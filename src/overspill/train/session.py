@@ -144,7 +144,10 @@ class Session:
         self._hooks = HookSet(self.model, blocks_by_id, wait=self._settle, flush=self.flush, before=old)
         before_gradient = _weakly(self._before_gradient)
         self._hooks.handles += [
-            install_hook(live, before_gradient) for live in self._live.values() if not live.on_device
+            install_hook(live, before_gradient)
+            for live in self._live.values()
+            # One that is frozen at the time takes no hook; its gradient, if one comes, is collected by step().
+            if not live.on_device and live.parameter.requires_grad
         ]
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -253,7 +256,7 @@ class Session:
             p
             for group in self.optimizer.param_groups
             for p in group["params"]
-            if p.grad is not None and id(p) not in self._live
+            if p.grad is not None and p.numel() > 0 and id(p) not in self._live
         ]
         if late:
             extend(self, late)
@@ -425,6 +428,10 @@ class Session:
     # -- for the session's own parts ----------------------------------------------------------------------------
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def waits_before_the_model(self) -> tuple[int, ...]:
         """Blocks whose update is waited for before the whole model, since a weight is used outside its own module."""
         return () if self._hooks is None else self._hooks.early
@@ -467,6 +474,10 @@ class Session:
     def scratch(self, array: str, numel: int) -> torch.Tensor:
         """Part of a staging buffer, while the lanes are idle."""
         return self._staging[0].arrays[array][:numel]
+
+    def follow_frozen(self, name: str, storage: torch.Tensor) -> None:
+        """A parameter that was frozen lives in ``storage`` now; a name that was not is passed over."""
+        self._committer.follow_frozen(name, storage)
 
     def frozen_version(self, name: str) -> int:
         """Changes when a frozen parameter is edited in place."""

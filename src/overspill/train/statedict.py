@@ -66,6 +66,8 @@ def _read_only(mapped: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
 def load_state_dict(session: Session, store: DiskStore | None, state_dict: dict[str, Any]) -> None:
     """Take over groups, step counts and state. What maps our own committed files is checked and not copied.
 
+    As in torch the dict replaces what there is: a parameter that it has no state for starts afresh.
+
     Raises OverspillError OVS406 when the groups or shapes are of another model.
     """
     groups, saved = session.optimizer.param_groups, state_dict["param_groups"]
@@ -83,12 +85,16 @@ def load_state_dict(session: Session, store: DiskStore | None, state_dict: dict[
                 entries[id(live)] = entry
                 _check_shapes(live, entry)
         group.update({key: value for key, value in old.items() if key != "params"})
-    blocks = [block for block in session.blocks if any(id(live) in entries for live in block.parameters)]
+    afresh = {id(live) for live in session.live_parameters if live.steps and id(live) not in entries}
+    changed = entries.keys() | afresh
+    blocks = [block for block in session.blocks if any(id(live) in changed for live in block.parameters)]
     if not all(_is_committed(block, entries, store) for block in blocks):
         with session.lanes_idle():
             for block in blocks:
-                _load_block(session, store, block, entries)
+                _load_block(session, store, block, entries, afresh)
     for live in session.live_parameters:
+        if id(live) in afresh:
+            live.steps, live.resync = 0, True
         if id(live) in entries:
             live.steps = int(float(entries[id(live)]["step"]))
             live.resync = live.resync and MASTER not in entries[id(live)]
@@ -133,7 +139,11 @@ def _is_committed(block: LiveBlock, entries: dict[int, dict[str, Any]], store: D
 
 
 def _load_block(
-    session: Session, store: DiskStore | None, block: LiveBlock, entries: dict[int, dict[str, Any]]
+    session: Session,
+    store: DiskStore | None,
+    block: LiveBlock,
+    entries: dict[int, dict[str, Any]],
+    afresh: set[int],
 ) -> None:
     """Write a block's state: to DRAM for the chunks that stay there, through a bounded buffer to disk for the rest."""
     for array in block.arrays:
@@ -152,6 +162,8 @@ def _load_block(
                 start = max(live.place.offset, chunk.start)
                 stop = min(live.place.offset + live.place.numel, chunk.stop)
                 entry = entries.get(id(live))
+                if start < stop and id(live) in afresh:
+                    target[start - chunk.start : stop - chunk.start].zero_()
                 if start >= stop or entry is None or entry.get(array.name) is None:
                     continue
                 source = entry[array.name].detach().reshape(-1)
