@@ -4,6 +4,7 @@
     python benchmarks/disk.py --system overspill --op mixed --gb 2 --dir /mnt/nvme --reps 7
     python benchmarks/disk.py --system overspill,python_odirect,fio --op write,read,mixed   # interleaved rounds
     python benchmarks/disk.py --system overspill --op mixed --sweep                         # threads and requests
+    python benchmarks/disk.py --system overspill,fio --beside "python other_io.py --reps 1" # another script's rounds
 
 One JSON line per result: GBps is the sum of both directions, ``write`` ends with
 everything durable (overspill: a commit; python_odirect: fsync; fio: end_fsync), ``mixed`` reads one version while it
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from beside import Beside
 from overspill.tiers.disk import DiskStore, SlotSpec
 
 MiB = 1024 * 1024
@@ -221,7 +223,13 @@ class Fio:
 SYSTEMS = {"overspill": Overspill, "python_odirect": PlainThreads, "fio": Fio}
 
 
-def measure(options: argparse.Namespace, names: list[str], operations: list[str], sweep: list[tuple[int, int]]) -> None:
+def measure(
+    options: argparse.Namespace,
+    names: list[str],
+    operations: list[str],
+    sweep: list[tuple[int, int]],
+    others_beside: list[Beside],
+) -> None:
     """Interleaved rounds: a disk whose speed drifts, or has bursts to spend, is unfair to none."""
     systems = {name: SYSTEMS[name](options) for name in names}
     seconds: dict[tuple[str, str, int, int], list[float]] = {}
@@ -238,6 +246,8 @@ def measure(options: argparse.Namespace, names: list[str], operations: list[str]
                 took = time.perf_counter() - start
                 others.setdefault(case, []).append((other_cpu_seconds() - other) / took)
                 seconds.setdefault(case, []).append(system.seconds if name == "fio" else took)
+            for beside in others_beside:
+                beside.run()
     finally:
         for system in systems.values():
             system.close()
@@ -251,6 +261,9 @@ def measure(options: argparse.Namespace, names: list[str], operations: list[str]
         result |= {"GBps": round(nbytes / median / 1e9, 3), "best_GBps": round(nbytes / min(times) / 1e9, 3)}
         result |= {"other_cpu": round(statistics.median(others[case]), 2)}
         print(json.dumps(result | {"threads": threads, "request_nbytes": request, "rounds": len(times)}), flush=True)
+    for beside in others_beside:
+        for row in beside.rows():
+            print(json.dumps(row), flush=True)
 
 
 def main() -> None:
@@ -265,6 +278,7 @@ def main() -> None:
         "--request", type=int, default=4 * MiB, help="bytes of one system call, and of one call to the store"
     )
     parser.add_argument("--sweep", action="store_true", help="threads 1 to 8, requests 512 KiB to 8 MiB")
+    parser.add_argument("--beside", action="append", default=[], help="a command that prints such lines, once a round")
     options = parser.parse_args()
     names, operations = options.system.split(","), options.op.split(",")
     unknown = [*(set(names) - SYSTEMS.keys()), *(set(operations) - {"write", "read", "mixed"})]
@@ -274,7 +288,7 @@ def main() -> None:
     settings = [(options.threads, options.request)]
     if options.sweep:
         settings = [(threads, request) for threads in (1, 2, 4, 8) for request in (MiB // 2, MiB, 4 * MiB, 8 * MiB)]
-    measure(options, names, operations, settings)
+    measure(options, names, operations, settings, [Beside(command) for command in options.beside])
 
 
 if __name__ == "__main__":

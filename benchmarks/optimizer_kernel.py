@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from beside import Beside
 from overspill import _native
 from overspill.optim.kernels import KERNELS
 
@@ -145,7 +146,7 @@ def first_step_error(threads: int) -> float:
 
 
 def measure(
-    steps: Mapping[str, Callable[[], object]], reps: int, patience_seconds: float
+    steps: Mapping[str, Callable[[], object]], reps: int, patience_seconds: float, others_beside: list[Beside]
 ) -> tuple[dict[str, list[float]], dict[str, float], float]:
     """Seconds of each round, seconds of the first step, and the share of a core that others took meanwhile."""
     firsts = {}
@@ -161,6 +162,8 @@ def measure(
             start = time.perf_counter()
             step()
             seconds[system].append(time.perf_counter() - start)
+        for beside in others_beside:
+            beside.run()
     elapsed = time.perf_counter() - begin
     others = max(0.0, (machine_busy_seconds() - busy) - (own_busy_seconds() - own)) / elapsed
     return seconds, firsts, others
@@ -174,7 +177,9 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=7, help="interleaved rounds; the median counts")
     parser.add_argument("--huge-pages", action="store_true", help="madvise(MADV_HUGEPAGE) every array")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for a quiet machine")
+    parser.add_argument("--beside", action="append", default=[], help="a command that prints such lines, once a round")
     options = parser.parse_args()
+    others_beside = [Beside(command) for command in options.beside]
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     systems = list(dict.fromkeys(options.system or SYSTEMS))
@@ -183,7 +188,7 @@ def main() -> None:
     arena = Arena(options.n, options.huge_pages)
     steps = {system: make_step(system, arena, pool) for system in systems}
     init_seconds = time.perf_counter() - start
-    seconds, firsts, others = measure(steps, options.reps, options.patience)
+    seconds, firsts, others = measure(steps, options.reps, options.patience, others_beside)
     error = first_step_error(options.threads)
     for system in systems:
         median = statistics.median(seconds[system])
@@ -208,6 +213,9 @@ def main() -> None:
             "note": SYSTEMS[system],
         }
         print(json.dumps(row), flush=True)
+    for beside in others_beside:
+        for row in beside.rows():
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
