@@ -241,12 +241,14 @@ def measure(
             for case in cases[shift:] + cases[:shift]:
                 name, operation, options.threads, options.request = case
                 system = systems[name]
+                time.sleep(options.rest)
                 other, start = other_cpu_seconds(), time.perf_counter()
                 getattr(system, operation)()
                 took = time.perf_counter() - start
                 others.setdefault(case, []).append((other_cpu_seconds() - other) / took)
                 seconds.setdefault(case, []).append(system.seconds if name == "fio" else took)
             for beside in others_beside:
+                time.sleep(options.rest)
                 beside.run()
     finally:
         for system in systems.values():
@@ -276,6 +278,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="readers, and as many writers")
     parser.add_argument(
         "--request", type=int, default=4 * MiB, help="bytes of one system call, and of one call to the store"
+    )
+    parser.add_argument(
+        "--rest",
+        type=float,
+        default=2.0,
+        help="seconds before each measurement, so that a disk that saves up bursts is fair to every system",
     )
     parser.add_argument("--sweep", action="store_true", help="threads 1 to 8, requests 512 KiB to 8 MiB")
     parser.add_argument("--beside", action="append", default=[], help="a command that prints such lines, once a round")

@@ -36,6 +36,7 @@ def run_json(command: list[str], env: dict[str, str] | None = None) -> dict[str,
 
 def ours(args: argparse.Namespace, model: str, memory_mib: int, *extra: str) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "e2e.py"), "--model", model, "--steps", str(args.steps)]
+    command += ["--dtype", args.dtype]
     command += ["--memory", f"{memory_mib}MiB", "--placement", "mixed", "--dir", args.dir, *extra]
     return run_json(command)
 
@@ -43,7 +44,7 @@ def ours(args: argparse.Namespace, model: str, memory_mib: int, *extra: str) -> 
 def peer(args: argparse.Namespace, model: str, system: str, *extra: str) -> dict[str, Any]:
     python = Path(args.peer_python)
     env = dict(os.environ, PATH=f"{python.parent}:{os.environ['PATH']}", PYTHONPATH="")
-    command = [str(python), args.peer_script, "--system", system, "--model", model, "--dtype", "bf16"]
+    command = [str(python), args.peer_script, "--system", system, "--model", model, "--dtype", args.dtype]
     command += ["--steps", str(args.steps), "--dir", str(Path(args.dir) / "peer"), "--timeout", "1200", *extra]
     result = run_json(command, env)
     subprocess.run(["rm", "-rf", str(Path(args.dir) / "peer")], check=False)
@@ -79,12 +80,22 @@ def one_round(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     return rows
 
 
+def matmul_units() -> str:
+    """What the processor multiplies bf16 with: it decides how much of a step is compute, for every system alike."""
+    flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n\n", 1)[0].split()
+    for flag, words in (("amx_bf16", "AMX bf16"), ("avx512_bf16", "AVX-512 bf16")):
+        if flag in flags:
+            return words
+    return "no bf16 instructions"
+
+
 def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Medians over rounds, and of each round's quotient to DeepSpeed's step time in the same round."""
     table = []
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]
         base = {row["round"]: row.get("step_s") for row in mine if row["who"] == "deepspeed_z3_nvme"}
+        torch = {row["round"]: row.get("step_s") for row in mine if row["who"] == "torch in memory"}
         for who in dict.fromkeys(row["who"] for row in mine):
             good = [row for row in mine if row["who"] == who and "step_s" in row]
             quotients = [row["step_s"] / base[row["round"]] for row in good if base.get(row["round"])]
@@ -100,6 +111,9 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 entry["other_cpu"] = statistics.median(row["other_cpu"] for row in good)
             if quotients:
                 entry["of_deepspeed"] = round(statistics.median(quotients), 3)
+            quotients = [row["step_s"] / torch[row["round"]] for row in good if torch.get(row["round"])]
+            if quotients:
+                entry["of_torch"] = round(statistics.median(quotients), 3)
             table.append(entry)
     return table
 
@@ -108,22 +122,24 @@ def markdown(table: list[dict[str, Any]], facts: dict[str, Any]) -> str:
     lines = [
         f"# Overspill beside DeepSpeed ZeRO-3 with NVMe, {facts['date']}",
         "",
-        f"`python benchmarks/peers.py`, {facts['rounds']} interleaved rounds, {facts['steps']} steps a run; "
-        f"{facts['cores']} cores, {facts['memory_GiB']} GiB, {facts['machine']}. "
+        f"`python benchmarks/peers.py`, {facts['dtype']}, {facts['rounds']} interleaved rounds, "
+        f"{facts['steps']} steps a run; "
+        f"{facts['cores']} cores, {facts['memory_GiB']} GiB, {facts['machine']}, {facts['matmul']}. "
         "Ratios are medians of one round's quotient. `other`: cores that other processes took meanwhile.",
         "",
-        "| case | system | step s (min to max) | of DeepSpeed's | limit MiB | peak MiB | read + written GB | other |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | system | step s (min to max) | of DeepSpeed's | of torch's | limit MiB | peak MiB "
+        "| read + written GB | other |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in table:
         if "step_s" not in row:
-            lines.append(f"| {row['case']} | {row['who']} | failed {row['errors']} times | | | | | |")
+            lines.append(f"| {row['case']} | {row['who']} | failed {row['errors']} times | | | | | | |")
             continue
         low, high = row["spread_s"]
         lines.append(
             f"| {row['case']} | {row['who']} | {row['step_s']} ({low} to {high}) | {row.get('of_deepspeed', '')} "
-            f"| {row['limit_MiB'] or ''} | {row['peak_rss_MiB']} | {row['read_GB']} + {row['written_GB']} "
-            f"| {row['other_cpu']} |"
+            f"| {row.get('of_torch', '')} | {row['limit_MiB'] or ''} | {row['peak_rss_MiB']} "
+            f"| {row['read_GB']} + {row['written_GB']} | {row['other_cpu']} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -137,6 +153,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--activations-mib", type=int, default=260)
     parser.add_argument("--cases", default="150m,400m,150m-4x512")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--torch", action="store_true", help="run plain torch in memory too")
     parser.add_argument("--out", default=str(HERE / "results"))
     args = parser.parse_args()
@@ -157,9 +174,11 @@ def main() -> None:
         "cores": os.cpu_count(),
         "memory_GiB": memory,
         "machine": platform.machine(),
+        "dtype": args.dtype,
+        "matmul": matmul_units(),
     }
     out = Path(args.out)
-    name = f"{facts['date']}-peers"
+    name = f"{facts['date']}-peers-{args.cases.replace(',', '-')}-{args.dtype}"
     (out / f"{name}.json").write_text(json.dumps({"facts": facts, "summary": table, "rows": rows}, indent=1) + "\n")
     (out / f"{name}.md").write_text(markdown(table, facts))
     print(markdown(table, facts))

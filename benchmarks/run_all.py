@@ -22,6 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 CPU_RUNS: tuple[tuple[str, ...], ...] = (
+    ("startup.py", "--reps", "5"),
     ("optimizer_kernel.py", "--n", "100000000", "--threads", "2", "--reps", "7"),
     ("disk.py", "--system", "overspill,python_odirect,fio", "--op", "write,read,mixed", "--gb", "1", "--reps", "7"),
     ("simulation.py", "--rounds", "5"),

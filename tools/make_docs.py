@@ -1,15 +1,19 @@
-"""Writes the reference pages that are made from the code: errors, the job file, the command line, metrics.
+"""Writes the reference pages that are made from the code: errors, the job file, the command line, metrics, Python.
 
-Each page has one source: errors.CODES, the pydantic schemas, the typer commands. `make docs` writes them;
+Each page has one source: errors.CODES, the pydantic schemas, the typer commands, docstrings. `make docs` writes them;
 `--check` fails and names the first page that differs, which is what the test does. Nothing else is generated.
 """
 
 from __future__ import annotations
 
 import argparse
+import enum
+import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "src"))
@@ -119,6 +123,92 @@ def cli_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+#: What a user writes in Python, in the order in which it is needed; of a class, the members that are theirs to call.
+PYTHON: dict[str, dict[str, tuple[str, ...]]] = {
+    "overspill": {
+        "attach": (),
+        "Session": (
+            "flush",
+            "track",
+            "step_boundary",
+            "checkpoint",
+            "expect_checkpoint",
+            "restore_rng",
+            "committed_step",
+            "step_facts",
+            "measure_norm",
+            "close",
+        ),
+        "TieredOptimizer": ("step", "state_dict", "load_state_dict", "add_param_group"),
+        "Plan": (),
+        "forecast": (),
+        "Forecast": (),
+        "Job": (),
+        "Machine": (),
+        "StepReport": (),
+        "OverspillError": ("paragraph",),
+    },
+    "overspill.plan": {"Placement": (), "StateFormat": (), "Overlap": (), "Durability": ()},
+    "overspill.job": {"OptimizerConfig": (), "read_job": ()},
+    "overspill.planner": {"plan": ()},
+    "overspill.probe": {"probe": ()},
+}
+
+
+def python_page() -> str:
+    lines = [
+        MARK,
+        "# Python",
+        "",
+        "`import overspill` loads nothing heavy; torch comes with the first name that needs it. How they go together:",
+        "[attach to your own loop](../howto/attach.md), [use the Trainer](../howto/trainer.md).",
+    ]
+    for module, names in PYTHON.items():
+        home = importlib.import_module(module)
+        for name, members in names.items():
+            one = getattr(home, name)
+            if inspect.ismodule(one):  # overspill.forecast is a package that can be called
+                one = getattr(one, name)
+            lines += ["", f"## {module}.{name}", "", *_described(one, name)]
+            for member in members:
+                lines += ["", f"### {name}.{member}", "", *_described(inspect.getattr_static(one, member), member)]
+    return "\n".join(lines) + "\n"
+
+
+def _described(one: Any, name: str) -> list[str]:
+    """The signature of what is called, the docstring, and the fields of a value."""
+    lines = []
+    if isinstance(one, property):
+        lines += ["*(a property)*", ""]
+    elif not isinstance(one, type):
+        signature = inspect.signature(one)
+        shown = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "self"])
+        text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", f"{name}{shown}")  # annotations are texts in our modules
+        lines += ["```python", text if len(text) < 100 else text.replace(", ", ",\n    "), "```", ""]
+    text = inspect.cleandoc(one.__doc__ or "").replace("``", "`")
+    lines += [_section(line) for line in text.splitlines()]
+    fields = getattr(one, "model_fields", {}) if isinstance(one, type) else {}
+    if fields:
+        lines += ["", "| field | type | default | |", "|---|---|---|---|"]
+    for key, info in fields.items():
+        kind = re.sub(r"<\w+ '(.*?)'>|typing\.|overspill(\.\w+)*\.(?=[A-Z])", r"\1", str(info.annotation))
+        default = "**required**" if info.is_required() else f"`{_shown(info.get_default(call_default_factory=True))}`"
+        lines.append(f"| `{key}` | {_cell(kind)} | {_cell(default)} | {_cell(info.description or '')} |")
+    return lines
+
+
+def _shown(default: Any) -> str:
+    return repr(str(default)) if isinstance(default, enum.Enum) else repr(default)
+
+
+def _section(line: str) -> str:
+    """One line of a docstring as Markdown: section heads in bold, their entries as a list."""
+    if line in ("Args:", "Raises:", "Returns:", "Attributes:"):
+        return f"**{line[:-1]}**\n"
+    entry = re.match(r"    (\w[\w, ]*): (.*)", line)
+    return f"- `{entry[1]}`: {entry[2]}" if entry else line.removeprefix("    ") if not line.strip() else line
+
+
 def _argument(parameter) -> str:  # type: ignore[no-untyped-def]
     return (parameter.metavar or parameter.name).upper().strip("[]")
 
@@ -136,6 +226,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "job.md": job_page(),
         REFERENCE / "metrics.md": metrics_page(),
         REFERENCE / "cli.md": cli_page(),
+        REFERENCE / "python.md": python_page(),
     }
 
 

@@ -54,6 +54,11 @@ CODES: Final[dict[str, ErrorCode]] = {
         "The command asks before it deletes, and its output is no terminal.",
         "Give --yes to answer in advance.",
     ),
+    "OVS107": ErrorCode(
+        "the system refused a path",
+        "The path is too long, may not be read or written, goes in a circle, or its disk is full or failing.",
+        "Correct the path, or its permission; the message says what the system answered.",
+    ),
     # 2xx: the model and the data
     "OVS201": ErrorCode(
         "the model cannot be found or read",

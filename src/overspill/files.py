@@ -8,18 +8,31 @@ Pillai et al., OSDI 2014).
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from overspill.errors import OverspillError
 
-__all__ = ["SCRATCH_PREFIX", "disk_errors", "make_directory", "replace_text", "sync_directory"]
+__all__ = [
+    "SCRATCH_PREFIX",
+    "TOO_MANY_FILES",
+    "disk_errors",
+    "make_directory",
+    "parse_json",
+    "refuse_odd_texts",
+    "replace_text",
+    "sync_directory",
+]
 
 #: A speed test of a disk writes in a directory of this name, which goes when the test ends.
 SCRATCH_PREFIX: Final = ".overspill-probe-"
+
+#: What to do where the system gives this process no more file descriptors.
+TOO_MANY_FILES: Final = "Raise the limit on open files (`ulimit -n 65536`) and try again."
 
 _CODES = {errno.ENOSPC: "OVS401", errno.EDQUOT: "OVS401", errno.EFBIG: "OVS401", errno.EIO: "OVS403"}
 
@@ -33,12 +46,45 @@ def disk_errors(
         yield
     except OSError as error:
         code = _CODES.get(error.errno or 0, "OVS402")
-        raise OverspillError(
-            code,
-            f"{what}: {error.strerror or error}.",
-            field=str(path),
-            next_step=next_step if code == "OVS401" else None,
-        ) from None
+        advice = next_step if code == "OVS401" else None
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            advice = TOO_MANY_FILES
+        raise OverspillError(code, f"{what}: {error.strerror or error}.", field=str(path), next_step=advice) from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """``json.loads`` for a file of the user's: whatever is wrong with it is a ValueError that says so in a phrase.
+
+    json.loads lets a RecursionError out for deep nesting, and gives texts that no file can hold (half of a surrogate
+    pair) or no path (a NUL).
+    """
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    refuse_odd_texts(data)
+    return data
+
+
+def refuse_odd_texts(data: Any) -> None:
+    """Raises ValueError for a text anywhere in plain data that holds a NUL or half of a surrogate pair."""
+    waiting = [data]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            waiting += one
+        elif isinstance(one, str) and ("\0" in one or not _encodes(one)):
+            raise ValueError(f"the text {one[:40]!a} holds a character that no file can hold")
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def sync_directory(directory: Path) -> None:

@@ -6,7 +6,6 @@ A job says what the user wants; a Plan (plan.py) says how this machine does it. 
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from overspill.errors import OverspillError
+from overspill.files import parse_json, refuse_odd_texts
 from overspill.schema import Frozen, Nbytes, Seconds
 
 __all__ = [
@@ -138,7 +138,8 @@ class PlanConfig(Frozen):
     """Wishes for the plan; what is left out is chosen for the machine."""
 
     memory: Nbytes | None = Field(
-        default=None, description="Host memory for training, above interpreter and libraries."
+        default=None,
+        description="Host memory for training, above interpreter and libraries; default: 90 % of what is free.",
     )
     optimizer_state: Literal["auto", "host", "disk", "mixed"] = Field(
         default="auto", description="Where optimizer state lives."
@@ -208,14 +209,16 @@ def read_job(path: str | Path) -> Job:
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
-        data: Any = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+        data: Any = parse_json(text) if file.suffix == ".json" else tomllib.loads(text)
+        refuse_odd_texts(data)
     except OSError as error:
         raise OverspillError("OVS103", f"Cannot read the job file: {error.strerror}.", field=str(file)) from None
     except UnicodeDecodeError as error:
         raise OverspillError("OVS103", f"The job file is not UTF-8: {error.reason}.", field=str(file)) from None
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         kind = "JSON" if file.suffix == ".json" else "TOML"
-        raise OverspillError("OVS103", f"The job file is not valid {kind}: {error}.", field=str(file)) from None
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise OverspillError("OVS103", f"The job file is not valid {kind}: {why}.", field=str(file)) from None
     if not isinstance(data, dict):
         raise OverspillError("OVS103", "The job file holds no table at its top.", field=str(file))
     return Job.read(data, source=str(file))

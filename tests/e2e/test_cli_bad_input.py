@@ -137,6 +137,103 @@ def test_an_unusable_input_is_refused_by_name(folder: Path, capsys: pytest.Captu
     assert not (folder / "run" / "run.json").exists()
 
 
+def _set_config(folder: Path, **changes: object) -> None:
+    file = folder / "tiny" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+ODD_CONFIGS: dict[str, dict[str, object]] = {
+    "ten million layers": {"num_hidden_layers": 10_000_000},
+    "no whole number of layers": {"num_hidden_layers": 2.5},
+    "a text for a number": {"num_key_value_heads": "many"},
+    "no heads": {"num_attention_heads": 0},
+    "a list for the head's width": {"head_dim": [1]},
+    "an activation that nobody knows": {"hidden_act": "siluu"},
+    "a negative vocabulary": {"vocab_size": -1},
+    "an odd head width": {"head_dim": 7},
+}
+
+
+@pytest.mark.parametrize("what", ODD_CONFIGS)
+def test_a_config_that_describes_no_model_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    _set_config(folder, **ODD_CONFIGS[what])
+    paragraph = _refused(capsys, "train", "job.toml", "--run", "run")
+    assert paragraph.startswith(("[OVS201]", "[OVS202]")), paragraph
+    assert not (folder / "run" / "run.json").exists()
+
+
+ODD_TEXTS = {
+    "nested too deeply": "[" * 100_000,
+    "a number of 5000 digits": '{"a": ' + "9" * 5000 + "}",
+    "half of a surrogate pair": '{"model": {"path": "\\ud800"}}',
+    "a NUL": '{"model": {"path": "a\\u0000b"}}',
+    "a list": "[1, 2]",
+}
+
+
+@pytest.mark.parametrize("what", ODD_TEXTS)
+@pytest.mark.parametrize("where", ["job", "config", "data", "index"])
+def test_json_that_nobody_writes_is_refused_wherever_it_stands(
+    folder: Path, capsys: pytest.CaptureFixture[str], where: str, what: str
+) -> None:
+    file = {"job": "job.json", "config": "tiny/config.json", "data": "rows.jsonl"}.get(where)
+    job, settings = "job.toml", []
+    if where == "index":
+        (folder / "tiny/model.safetensors").unlink()
+        file = "tiny/model.safetensors.index.json"
+    elif where == "job":
+        job = "job.json"
+    elif where == "data":
+        settings = ["--set", "data.path=rows.jsonl"]
+    assert file is not None
+    (folder / file).write_text(ODD_TEXTS[what])
+    paragraph = _refused(capsys, "train", job, "--run", "run", *settings)
+    assert Path(file).name in paragraph
+
+
+def test_a_path_that_no_system_takes_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = "x" * 5000
+    for arguments in (("train", long), ("forecast", long), ("resume", long), ("runs", "show", long)):
+        assert _refused(capsys, *arguments).startswith("[OVS")
+    for setting in (f"model.path=./{long}", f"data.path={long}", f"plan.directories=['{long}']"):
+        assert _refused(capsys, "train", "job.toml", "--run", "run", "--set", setting).startswith("[OVS")
+    assert _refused(capsys, "train", "job.toml", "--run", long).startswith("[OVS")
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "job.toml", "--run", "runs/good"]) == 0
+    shutil.copytree(folder / "runs/good", folder / "runs/bad")
+    (folder / "runs/bad/run.json").write_text("{")
+    capsys.readouterr()
+    assert run(["runs", "list"]) == 0
+    captured = capsys.readouterr()
+    assert "good" in captured.out
+    assert "runs/bad cannot be read: [OVS404]" in captured.out + captured.err
+
+
+def test_a_state_directory_whose_disk_is_not_mounted_is_named_and_nothing_is_made_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "other").mkdir()
+    arguments = ("--run", "run", "--set", "plan.directories=['other']")
+    assert run(["train", "job.toml", *arguments]) == 0
+    (folder / "other").rename(folder / "unmounted")
+    _set_steps(folder / "run" / "job.toml", 4)
+    paragraph = _refused(capsys, "resume", "run")
+    assert "Mount the disk" in paragraph and "other/overspill-" in paragraph
+    assert not (folder / "other").exists()
+    (folder / "unmounted").rename(folder / "other")
+    assert run(["resume", "run"]) == 0
+
+
+def _set_steps(job: Path, steps: int) -> None:
+    text = job.read_text()
+    assert "steps = 2" in text
+    job.write_text(text.replace("steps = 2", f"steps = {steps}"))
+
+
 def test_a_job_file_that_is_missing_or_no_toml_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "OVS103" in _refused(capsys, "train", "gone.toml")
     (folder / "job.toml").write_text("[model\npath = 3")

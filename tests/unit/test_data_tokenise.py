@@ -221,14 +221,25 @@ def test_windows_are_right_for_a_tokenizer_that_marks_the_beginning_of_a_text():
     assert [token for piece in pieces for token in piece] == encode(text)
 
 
-def test_a_text_without_line_breaks_is_encoded_whole(tokenizer):
-    encode, text = _encoder(tokenizer), "Hail king! " * 1000
+@pytest.mark.parametrize("unit", ["Hail king! ", "王よ、万歳。"])
+def test_a_text_of_one_long_line_is_cut_between_words(tokenizer, unit):
+    encode, text = _encoder(tokenizer), unit * 2000
+    pieces = list(encode_stream(encode, _blocks(text, 500), 1000))
+    assert len(pieces) > 4
+    assert [token for piece in pieces for token in piece] == encode(text)
+
+
+def test_a_text_without_any_border_is_encoded_whole(tokenizer):
+    encode, text = _encoder(tokenizer), "abc" * 4000
     assert [token for piece in encode_stream(encode, _blocks(text, 500), 1000) for token in piece] == encode(text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
-    text=st.text(alphabet=" \n\tabcMACBETH.,é😀", max_size=600).map(lambda part: (part + "x\ny") * 12),
+    text=st.one_of(
+        st.text(alphabet=" \n\tabcMACBETH.,é😀", max_size=600).map(lambda part: (part + "x\ny") * 12),
+        st.text(alphabet=" \tabcMACBETH.,é😀。", max_size=600).map(lambda part: (part + "x y") * 12),
+    ),
     block=st.integers(1, 900),
 )
 def test_windows_keep_any_text_whole(text, block):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -25,7 +24,7 @@ from pydantic import Field
 
 from overspill import __version__
 from overspill.errors import OverspillError
-from overspill.files import SCRATCH_PREFIX, disk_errors, make_directory, replace_text, sync_directory
+from overspill.files import SCRATCH_PREFIX, disk_errors, make_directory, parse_json, replace_text, sync_directory
 from overspill.job import Job, read_job
 from overspill.report import Compared
 from overspill.schema import Frozen
@@ -313,7 +312,7 @@ class RunDirectory:
 
     def _read_json(self, file: Path) -> dict[str, object]:
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))
+            data = parse_json(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise OverspillError("OVS404", f"The file cannot be read: {error}.", field=str(file)) from None
         if not isinstance(data, dict):
@@ -355,8 +354,15 @@ def new_run_path(job_file: Path, *, parent: Path) -> Path:
 
 
 def find_runs(parent: Path) -> list[RunDirectory]:
-    """The runs in a directory, oldest first."""
+    """The runs in a directory, oldest first; those whose identity cannot be read come before all others."""
     if not parent.is_dir():
         return []
     found = [RunDirectory(entry) for entry in sorted(parent.iterdir()) if (entry / "run.json").is_file()]
-    return sorted(found, key=lambda run: run.identity().created)
+    return sorted(found, key=_created)
+
+
+def _created(run: RunDirectory) -> str:
+    try:
+        return run.identity().created
+    except OverspillError:
+        return ""

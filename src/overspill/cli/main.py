@@ -6,18 +6,27 @@ paragraph, never a traceback); 130 interrupted. Set OVERSPILL_DEBUG=1 to let eve
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from overspill import __version__
 from overspill.cli import forecast, model, runs, start, train
 from overspill.errors import OverspillError
+from overspill.files import TOO_MANY_FILES
 
 __all__ = ["app", "main", "run"]
+
+#: Errors that say something of the machine or of a path, not of us.
+_OF_THE_MACHINE: Final = {
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO,
+    errno.EMFILE, errno.ENFILE, errno.ENOTDIR, errno.EISDIR, errno.ESTALE,
+}  # fmt: skip
 
 app = typer.Typer(
     name="overspill",
@@ -66,9 +75,23 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception as fault:
         if os.environ.get("OVERSPILL_DEBUG") == "1":
             raise
-        print(_fault_paragraph(fault), file=sys.stderr)
-        return 1
+        refused = _refusal(fault)
+        print(refused.paragraph() if refused else _fault_paragraph(fault), file=sys.stderr)
+        return 2 if refused else 1
     return 0
+
+
+def _refusal(fault: Exception) -> OverspillError | None:
+    """A system call on a path of the user's that failed where no more exact error is raised."""
+    if not isinstance(fault, OSError) or fault.filename is None or fault.errno not in _OF_THE_MACHINE:
+        return None
+    next_step = TOO_MANY_FILES if fault.errno in (errno.EMFILE, errno.ENFILE) else None
+    return OverspillError(
+        "OVS107",
+        f"The system refused a path: {fault.strerror}.",
+        field=textwrap.shorten(str(fault.filename), 200, placeholder="…"),
+        next_step=next_step,
+    )
 
 
 def _fault_paragraph(fault: Exception) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.cli.console import emit, is_terminal, print_json, print_table
+from overspill.cli.console import emit, is_terminal, notice, print_json, print_table
 from overspill.errors import OverspillError
 
 if TYPE_CHECKING:
@@ -35,12 +35,20 @@ def list_runs(parent: _Parent = Path("runs"), as_json: _Json = False) -> None:
     from overspill.checkpoint import find_runs
     from overspill.units import format_nbytes
 
-    rows = [_facts(run) for run in find_runs(parent)]
+    rows, unreadable = [], []
+    for run in find_runs(parent):
+        try:
+            rows.append(_facts(run))
+        except OverspillError as error:
+            unreadable.append({"run": str(run.path), "status": "cannot be read", "problem": error.paragraph()})
     if as_json:
-        print_json(rows)
-    elif not rows:
+        print_json([*rows, *unreadable])
+        return
+    for one in unreadable:
+        notice(f"{one['run']} cannot be read: {one['problem']}")
+    if not rows and not unreadable:
         emit(f"No runs in {parent}.")
-    else:
+    elif rows:
         print_table(
             ("run", "model", "step", "status", "loss", "on disk"),
             [

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_to"]
 
+_LONG_DATA_NBYTES = 16_000_000  # some five seconds with a fast tokenizer
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object for the forecast, each step, the end.")]
@@ -80,7 +81,7 @@ def _run(run: RunDirectory, job: Job, *, resume: bool, checkpoint: str | None, a
         print_json({"event": "forecast", "run": str(run.path), **forecast_json(plan, forecast)})
     else:
         print_forecast(job, plan, forecast)
-        emit("Loading the model and the data …")
+        emit("Loading the model and the data …" + _long_data(job))
     from overspill.cli.assemble import assemble
 
     if not resume:
@@ -93,6 +94,15 @@ def _run(run: RunDirectory, job: Job, *, resume: bool, checkpoint: str | None, a
         if resume:
             run.forget_summary()
         return _train(run, job, plan, forecast, parts, as_json=as_json)
+
+
+def _long_data(job: Job) -> str:
+    """What takes longest before the first step, where the user would wonder."""
+    from overspill.units import format_nbytes
+
+    names = (job.data.path,) if isinstance(job.data.path, str) else job.data.path
+    nbytes = sum(Path(name).stat().st_size for name in names if Path(name).is_file())
+    return f" {format_nbytes(nbytes)} of text become tokens once for this run." if nbytes > _LONG_DATA_NBYTES else ""
 
 
 def _data_line(job: Job, parts: Parts) -> str:

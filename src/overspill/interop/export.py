@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from overspill.errors import OverspillError
-from overspill.files import disk_errors, sync_directory
+from overspill.files import disk_errors, parse_json, sync_directory
 from overspill.interop.safetensors_file import ITEM_NBYTES, header_bytes
 from overspill.interop.weights import TORCH_DTYPES
 from overspill.units import GiB, MiB, format_nbytes
@@ -222,8 +222,8 @@ def _write_all(descriptor: int, memory: memoryview) -> int:
 def _copy_files(source: Path, tokenizer: Path, target: Path, listed: list[ExportTensor]) -> None:
     config_file = source / "config.json"
     try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        config = parse_json(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         raise OverspillError("OVS201", "The source directory has no readable config.json.", field=str(source)) from None
     # from_pretrained loads in the dtype that the config names, whatever the file holds.
     by_dtype: dict[torch.dtype, int] = {}

@@ -151,7 +151,7 @@ def build_empty(path_or_config: Any, dtype: str | torch.dtype = "bf16", *, gradi
     try:
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
-    except (ValueError, KeyError, ImportError) as error:
+    except (ValueError, KeyError, ImportError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
         raise OverspillError(
             "OVS201",
             f"No causal language model can be built from this config: {' '.join(str(error).split())[:300]}",

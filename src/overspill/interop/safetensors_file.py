@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from overspill.errors import OverspillError
+from overspill.files import parse_json
 from overspill.units import MiB
 
 __all__ = ["ITEM_NBYTES", "TensorEntry", "header_bytes", "read_entries", "read_pieces", "read_range"]
@@ -75,8 +76,8 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
     except OSError as error:
         raise OverspillError("OVS202", f"The weights file cannot be read: {error.strerror}.", field=str(file)) from None
     try:
-        header: Any = json.loads(text)
-    except (ValueError, RecursionError):
+        header: Any = parse_json(text)
+    except ValueError:
         _damaged(file, "its header is no JSON")
     if not isinstance(header, dict):
         _damaged(file, "its header is no JSON object")

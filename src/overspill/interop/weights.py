@@ -9,7 +9,6 @@ Pickles (pytorch_model.bin) are never read.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from overspill.errors import OverspillError
+from overspill.files import parse_json
 from overspill.interop.safetensors_file import PIECE_NBYTES, TensorEntry, read_entries, read_pieces
 
 __all__ = [
@@ -78,7 +78,7 @@ def checkpoint_entries(directory: Path) -> dict[str, TensorEntry]:
 
 def _indexed_entries(directory: Path, index: Path) -> dict[str, TensorEntry]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
         names = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise OverspillError("OVS202", f"{_INDEX_NAME} is damaged: it has no weight_map.", field=str(index)) from None

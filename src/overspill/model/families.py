@@ -19,6 +19,10 @@ __all__ = ["FAMILIES", "DecoderFacts", "Named", "decoder_of"]
 
 Named = tuple[str, tuple[int, ...]]
 
+#: Choices, far above every model that there is: a mistyped number is refused before it is multiplied out.
+_LARGEST: Final = {"num_hidden_layers": 10_000, "n_layer": 10_000}
+_LARGEST_SIZE: Final = 1 << 31
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderFacts:
@@ -77,12 +81,14 @@ class _Config:
 
     def number(self, key: str) -> int:
         value = self._data.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        limit = _LARGEST.get(key, _LARGEST_SIZE)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
             raise OverspillError(
                 "OVS201",
                 f"The model's config.json needs a positive whole number for {key!r}.",
                 field=f"config.json: {key}",
-                value=value,
+                value=str(value)[:40],
+                limit=limit,
                 next_step="Use the config.json that came with the weights.",
             )
         return value
@@ -95,7 +101,18 @@ class _Config:
 def decoder_of(family: str, config: dict[str, Any]) -> Decoder | None:
     """The decoder that ``config`` describes, or None for a family that is not known."""
     build = FAMILIES.get(family)
-    return None if build is None else build(_Config(config))
+    if build is None:
+        return None
+    try:
+        return build(_Config(config))
+    except (ValueError, TypeError, ArithmeticError) as error:
+        # A key that is read with a default holds something of another kind; which one, the sentence says.
+        raise OverspillError(
+            "OVS201",
+            f"The model's config.json describes no {family}: {error}.",
+            field="config.json",
+            next_step="Use the config.json that came with the weights.",
+        ) from None
 
 
 def _linear(name: str, out: int, into: int, bias: bool = False) -> Iterator[Named]:

@@ -8,7 +8,6 @@ in names, shapes and order; a test says so for every family.
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from overspill.errors import OverspillError
+from overspill.files import parse_json
 from overspill.model.blocks import Block, find_blocks
 from overspill.model.families import FAMILIES, DecoderFacts, decoder_of
 
@@ -159,10 +159,10 @@ def read_config(path: str) -> dict[str, Any]:
         directory = cached
     file = directory / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise OverspillError("OVS201", f"Cannot read the model's config: {error.strerror}.", field=str(file)) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise OverspillError("OVS201", f"The model's config is not valid JSON: {error}.", field=str(file)) from None
     if not isinstance(config, dict):
         raise OverspillError("OVS201", "The model's config holds no table at its top.", field=str(file))

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from overspill.errors import OverspillError
-from overspill.files import disk_errors, replace_text, sync_directory
+from overspill.files import disk_errors, parse_json, replace_text, sync_directory
 from overspill.report import StepReport
 
 __all__ = ["Cut", "MetricsWriter", "last_row", "read_metrics", "row_text", "truncate_metrics"]
@@ -81,7 +81,7 @@ def _rows(file: Path) -> Iterator[tuple[int, StepReport | Exception]]:
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last line end is empty, or a torn row
         if line:
             try:
-                yield number, StepReport.read(json.loads(line), source=f"{file}, line {number}")
+                yield number, StepReport.read(parse_json(line), source=f"{file}, line {number}")
             except (ValueError, OverspillError) as error:
                 yield number, error
 
@@ -114,7 +114,7 @@ def last_row(file: Path) -> StepReport | None:
         return None
     for line in reversed(lines):
         try:
-            return StepReport.read(json.loads(line), source=str(file))
+            return StepReport.read(parse_json(line), source=str(file))
         except (ValueError, OverspillError):
             continue  # the first line of the window is usually cut; a damaged one says nothing either
     return None

@@ -140,7 +140,7 @@ def _swap(machine: Machine) -> Finding:
 def _pinned(machine: Machine) -> Finding:
     limit = machine.pinned_limit_nbytes
     what = "no limit on locked memory" if limit is None else f"locked memory limited to {format_nbytes(limit)}"
-    why = "With a GPU, pinned host memory makes copies run beside the compute."
+    why = "It matters with a GPU only: pinned host memory lets copies run beside the compute."
     if machine.accelerators and limit is not None and limit < _SMALL_PINNED_NBYTES:
         return Finding(
             name="pinned memory",

@@ -39,7 +39,8 @@ from overspill.train.live import (
     weight_of,
 )
 from overspill.train.optimizer import Groups, groups_from_config, groups_from_torch
-from overspill.train.session import Session, SessionParts
+from overspill.train.parts import SessionParts
+from overspill.train.session import Session
 from overspill.train.transfer import DeviceLink
 from overspill.units import MiB
 

@@ -64,6 +64,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; parameters that are new to the session get state within the same budget.
+
+        Raises OverspillError: OVS207 (an option without a kernel), OVS301 (budget), OVS504 (not of this model).
+        """
         super().add_param_group(param_group)
         try:
             KERNELS[self.kind].check_group(self.param_groups[-1])

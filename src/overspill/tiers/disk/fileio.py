@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from overspill.errors import OverspillError
+from overspill.files import TOO_MANY_FILES
 from overspill.units import format_nbytes
 
 __all__ = ["NO_DIRECT", "NO_LINK", "FileIO", "IOCounters", "disk_error"]
@@ -158,6 +159,9 @@ def disk_error(error: OSError, path: Path, doing: str, *, need_nbytes: int | Non
         return OverspillError("OVS401", f"There is no space left to {doing}{need}.", field=str(path), value=reason)
     if error.errno in _NO_PERMISSION:
         return OverspillError("OVS402", f"The system refused to {doing}.", field=str(path), value=reason)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        sentence = f"The system gave no file descriptor to {doing}."
+        return OverspillError("OVS403", sentence, field=str(path), value=reason, next_step=TOO_MANY_FILES)
     if error.errno == errno.ENOENT:
         return OverspillError("OVS404", f"A file is missing: could not {doing}.", field=str(path), value=reason)
     return OverspillError("OVS403", f"The disk failed to {doing}.", field=str(path), value=reason)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from overspill.errors import OverspillError
+from overspill.files import parse_json
 from overspill.tiers.disk.checksum import HASH_NAME, Digests, hash_bytes, hash_slot
 from overspill.tiers.disk.fileio import FileIO, disk_error
 from overspill.tiers.disk.layout import SlotSpec, TensorSpec
@@ -113,7 +114,7 @@ def _checksum(version: int, body: str) -> int:
 def decode(data: bytes, path: Path) -> Manifest:
     """The manifest in ``data``. Raises OVS404 when it is not what was written, OVS407 for another format version."""
     try:
-        document = json.loads(data)
+        document = parse_json(data)
         version, claimed = int(document["format_version"]), int(document["checksum"], 16)
         text, prefix = data.decode(), _PREFIX % (version, claimed)
         whole = document["format"] == "overspill-store" and text.startswith(prefix) and text.endswith(_SUFFIX)

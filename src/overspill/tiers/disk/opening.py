@@ -226,6 +226,7 @@ def old_parts(
             damage = find_damage(io, written, manifest.piece_nbytes)
             if damage is not None:
                 raise damage.error(_offer(io, home))
+        _refuse_absent(io, manifest)
         notes = Notes()
         roots = [
             Root(directory, at_home=True) if name == "." else Root(Path(name), at_home=False)
@@ -252,6 +253,18 @@ def old_parts(
         owner.release()
         raise
     return parts
+
+
+def _refuse_absent(io: FileIO, manifest: Manifest) -> None:
+    """A directory on another disk that is not mounted: nothing is damaged, and nothing must be made in its place."""
+    for name in manifest.directories:
+        if name != "." and not io.exists(Path(name)):
+            raise OverspillError(
+                "OVS404",
+                "A directory that holds part of the state is not there.",
+                field=name,
+                next_step="Mount the disk that holds it under the same path, then try again; nothing has been changed.",
+            )
 
 
 def _committed_manifest(io: FileIO, directory: Path, home: Path, from_pin: str | None) -> Manifest:

@@ -7,13 +7,13 @@ file and line (OVS204).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
 from overspill.errors import OverspillError
+from overspill.files import parse_json
 
 __all__ = ["Row", "data_files", "read_rows", "unusable"]
 
@@ -115,11 +115,9 @@ def _text_blocks(file: Path) -> Callable[[], Iterator[str]]:
 def _jsonl_row(file: Path, line: int, text: str, kind: str) -> Row:
     where = f"{file}:{line}"
     try:
-        row = json.loads(text)
+        row = parse_json(text)
     except ValueError as error:
-        unusable(f"The line is no JSON: {error}.", where)
-    except RecursionError:
-        unusable("The line is no JSON that can be read: it is nested too deeply.", where)
+        unusable(f"The line is no JSON that can be read: {error}.", where)
     if not isinstance(row, dict):
         unusable("The line is no JSON object.", where, f"A row holds {_KEYS_HELP}.")
     if kind in ("auto", "chat") and "messages" in row:

@@ -21,7 +21,7 @@ from typing import IO, Any, Final
 import numpy as np
 import xxhash
 
-from overspill.files import disk_errors, sync_directory
+from overspill.files import disk_errors, parse_json, sync_directory
 from overspill.train.data.pack import Sequence
 
 __all__ = ["DataFacts", "TokenWriter", "file_digest", "read_facts", "token_dtype"]
@@ -73,7 +73,7 @@ def file_digest(file: Path) -> str:
 def read_facts(directory: Path, key: str) -> DataFacts | None:
     """The facts of a finished directory with this key; None where there is none, or one of another origin."""
     try:
-        index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
+        index = parse_json((directory / _INDEX).read_text(encoding="utf-8"))
         if index.pop("format") != FORMAT or index["key"] != key:
             return None
         facts = DataFacts(**index)

@@ -27,6 +27,8 @@ Encode = Callable[[str], list[int]]
 _WINDOW_CHARS: Final = 1 << 15
 _CONTEXT_CHARS: Final = 512
 _LINE_CUT: Final = re.compile(r"(?<=\S\n)(?=\S)")  # white space on one side only: no tokenizer joins across it
+_WORD_CUT: Final = re.compile(r"(?<=\w)(?= \w)|(?<=[。！？；，、])(?=\w)")
+_LONG_LINE: Final = 4  # windows without a line to cut at, after which words will do
 _GENERATION_MARK: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TAIL_TOKENS: Final = 4  # an end-of-turn token this near the end ends the document, with the white space behind it
 
@@ -196,13 +198,15 @@ def encode_stream(encode: Encode, blocks: Iterable[str], window_chars: int = _WI
 
     A window ends at a line break with no white space beside it, where the tokens before it are seen to be the same
     with and without what follows; the next one is encoded with the end of this one before it. Where no such place
-    is found, the window grows.
+    is found, the window grows, and then a border between words will do.
     """
     before, pending, searched = "", "", window_chars
     for block in blocks:
         pending += block
         while len(pending) > searched + 2 * _CONTEXT_CHARS:
-            cut = _cut(encode, pending, searched)
+            cut = _cut(encode, pending, searched, _LINE_CUT)
+            if cut is None and len(pending) > _LONG_LINE * window_chars:
+                cut = _cut(encode, pending[: (_LONG_LINE + 1) * window_chars], window_chars, _WORD_CUT)
             if cut is None:
                 searched = len(pending)
                 break
@@ -219,8 +223,8 @@ def _tail(text: str) -> str:
     return tail[start.start() :] if start is not None and len(text) > _CONTEXT_CHARS else tail
 
 
-def _cut(encode: Encode, text: str, begin: int) -> int | None:
-    for match in _LINE_CUT.finditer(text, begin, len(text) - _CONTEXT_CHARS):
+def _cut(encode: Encode, text: str, begin: int, places: re.Pattern[str]) -> int | None:
+    for match in places.finditer(text, begin, len(text) - _CONTEXT_CHARS):
         cut = match.start()
         left, right = _tail(text[:cut]), text[cut : cut + _CONTEXT_CHARS]
         tokens = encode(left)
