@@ -59,6 +59,16 @@ CODES: Final[dict[str, ErrorCode]] = {
         "The path is too long, may not be read or written, goes in a circle, or its disk is full or failing.",
         "Correct the path, or its permission; the message says what the system answered.",
     ),
+    "OVS108": ErrorCode(
+        "a job that can be forecast, but not run",
+        "The job holds a value that the forecast reads and `overspill train` does not carry out yet.",
+        "Take the value out, or change it to what the message names; `overspill forecast` takes it as it is.",
+    ),
+    "OVS109": ErrorCode(
+        "a configuration cannot be read as a job",
+        "A file of another framework names no model, has a shape that its framework does not take, or is no YAML.",
+        "Give what is missing as a flag, for example --model; the message names the keys that were read.",
+    ),
     # 2xx: the model and the data
     "OVS201": ErrorCode(
         "the model cannot be found or read",

@@ -47,8 +47,10 @@ def train(
     """Print the forecast, train, and compare. Ctrl-C saves a checkpoint and says how to go on."""
     from overspill.checkpoint import RunDirectory, new_run_path
     from overspill.cli.jobs import load_job, refuse_missing_data
+    from overspill.job.runs import refuse_what_does_not_run
 
     job = load_job(job_file, settings or [])
+    refuse_what_does_not_run(job)
     refuse_missing_data(job)
     path = run if run is not None else new_run_path(job_file, parent=Path("runs"))
     RunDirectory(path).refuse_if_taken(job)  # before the seconds that importing torch takes

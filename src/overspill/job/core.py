@@ -14,6 +14,16 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from overspill.errors import OverspillError
 from overspill.files import parse_json, refuse_odd_texts
+from overspill.job.layout import (
+    DeviceConfig,
+    EvaluationConfig,
+    FrameworkConfig,
+    KernelConfig,
+    MethodConfig,
+    OffloadConfig,
+    ParallelConfig,
+    TaskConfig,
+)
 from overspill.schema import Frozen, Nbytes, Seconds
 
 __all__ = [
@@ -33,7 +43,10 @@ class ModelConfig(Frozen):
 
     path: str = Field(description="Directory with config.json, tokenizer and *.safetensors; or a hub id.")
     tokenizer: str | None = Field(default=None, description="Directory of the tokenizer, when not model.path.")
-    dtype: Literal["bf16", "fp32"] = Field(default="bf16", description="dtype of weights and computation.")
+    dtype: Literal["bf16", "fp32", "fp16"] = Field(default="bf16", description="dtype of weights and computation.")
+    autocast: Literal["bf16", "fp16", "fp8"] | None = Field(
+        default=None, description="Computation under autocast (mixed precision), in a dtype other than the weights'."
+    )
     init: Literal["pretrained", "random"] = Field(
         default="pretrained", description="Load weights, or start from random ones."
     )
@@ -44,22 +57,46 @@ class ModelConfig(Frozen):
 class DataConfig(Frozen):
     """The text: a .txt file, or .jsonl with text, prompt/completion or chat messages."""
 
-    path: tuple[str, ...] | str = Field(description="File or files; .txt or .jsonl.")
+    path: tuple[str, ...] | str = Field(default=(), description="File or files; .txt or .jsonl.")
     format: Literal["auto", "text", "completion", "chat"] = Field(
         default="auto", description="What a row of .jsonl holds."
     )
     seq_len: int = Field(default=512, ge=2, description="Tokens per sequence.")
     packing: bool = Field(default=True, description="Fill sequences with several documents.")
+    lengths: tuple[int, ...] = Field(
+        default=(), description="Lengths of the sequences, where they are padded and not packed; for a forecast."
+    )
     train_on_prompt: bool = Field(default=False, description="Count the loss on prompts too, not only on answers.")
     eval_fraction: float = Field(default=0.0, ge=0, lt=1, description="Share of the sequences held out for evaluation.")
     shuffle: bool = Field(default=True, description="Shuffle the sequences, anew each epoch, by train.seed.")
     num_workers: int = Field(default=0, ge=0, description="DataLoader worker processes.")
 
 
-class OptimizerConfig(Frozen):
-    """The optimizer, in torch.optim's words."""
+OptimizerName = Literal[
+    "adamw", "adam", "sgd", "lion", "adamw_8bit", "adamw_4bit", "adamw_fp8", "lion_8bit", "sgd_8bit", "adafactor",
+    "adagrad", "rmsprop", "muon", "galore", "apollo", "lomo", "adalomo", "badam", "sophia", "schedule_free",
+]  # fmt: skip
 
-    name: Literal["adamw", "adam", "sgd", "lion"] = Field(default="adamw", description="adamw, adam, sgd or lion.")
+
+class OptimizerConfig(Frozen):
+    """The optimizer, in torch.optim's words where torch has it."""
+
+    name: OptimizerName = Field(
+        default="adamw", description="adamw, adam, sgd or lion run; the others are for a forecast."
+    )
+    implementation: Literal["auto", "foreach", "fused", "for_loop"] = Field(
+        default="auto", description="Of torch.optim's step; for a forecast, Overspill has its own kernel."
+    )
+    paged: bool = Field(default=False, description="State in unified memory that may leave the GPU (bitsandbytes).")
+    in_backward: bool = Field(default=False, description="Each parameter is updated in backward; gradients go at once.")
+    state_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto", description="dtype of moments where the optimizer leaves a choice; for a forecast."
+    )
+    master_dtype: Literal["auto", "fp32", "none"] = Field(
+        default="auto", description="A separate copy of the weights in the optimizer; for a forecast."
+    )
+    rank: int = Field(default=128, ge=1, description="galore, apollo: rank of the projected state.")
+    ema: bool = Field(default=False, description="An exponential average of the weights is kept beside them.")
     lr: float = Field(default=1e-4, ge=0, description="Learning rate at the top of the schedule.")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="Decay of the two moments; not for sgd.")
     eps: float = Field(default=1e-8, ge=0, description="Added to the root of exp_avg_sq; adam and adamw.")
@@ -129,7 +166,7 @@ class TrainConfig(Frozen):
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
-        if (self.steps is None) == (self.epochs is None):
+        if self.steps is not None and self.epochs is not None:
             raise ValueError("give either train.steps or train.epochs")
         return self
 
@@ -194,11 +231,19 @@ class Job(Frozen):
     """One training job, as in job.toml."""
 
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig = Field(default_factory=DataConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    train: TrainConfig
+    train: TrainConfig = Field(default_factory=TrainConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
+    method: MethodConfig = Field(default_factory=MethodConfig)
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    offload: OffloadConfig = Field(default_factory=OffloadConfig)
+    kernels: KernelConfig = Field(default_factory=KernelConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    framework: FrameworkConfig = Field(default_factory=FrameworkConfig)
+    device: DeviceConfig = Field(default_factory=DeviceConfig)
 
 
 def read_job(path: str | Path) -> Job:
