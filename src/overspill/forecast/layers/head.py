@@ -1,0 +1,238 @@
+"""Final norm, head and loss on the tape: the highest instants of the forward's end and of the loss's backward.
+
+Which copies of the logits are alive is a matter of the library's version (docs/theory/loss.md); `LossCode` names the
+ways in which it has been written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from overspill.forecast.layers import parts
+from overspill.forecast.layers.figures import Run
+from overspill.forecast.layers.parts import FP32, Layer
+from overspill.forecast.tape import Category, Parameter, Tape, Tensor, ops
+from overspill.model.facts import LinearShape, NormKind
+
+__all__ = ["HeadFigures", "LossCode", "head_figures"]
+
+#: upcast_all: logits become fp32 in the model's forward, the bf16 ones are dropped, and are shifted by a copy
+#: (transformers up to 4.45). upcast_in_loss: the caller keeps the bf16 logits, the loss makes fp32 ones and shifts
+#: them by a copy (4.46 to 4.49). pad_labels: as that, but the labels are shifted and not the logits (from 4.50).
+#: native: cross-entropy on logits of the compute dtype, upcast by itself where autocast is on (torch loops, litgpt).
+#: upcast: ``cross_entropy(logits.float())`` in the loop, the model's logits still held (torchtitan, torchtune).
+#: in_place: a kernel that writes the gradient over the logits it gets (Liger, Unsloth); prepared like ``shift``.
+#: fused_linear: the head's product is made in chunks inside the loss (Liger), gradients at once in forward.
+#: chunked: the head's output is whole, the upcast and the loss go chunk by chunk (torchtune's CEWithChunkedOutputLoss).
+#: vocab_parallel: Megatron's, in fp32 in place on a copy; ``te_fused``: TransformerEngine's, in place on the logits.
+LossCode = Literal[
+    "upcast_all", "upcast_in_loss", "pad_labels", "native", "upcast", "in_place", "fused_linear", "chunked",
+    "vocab_parallel", "te_fused",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFigures:
+    """Bytes above the stack: its output (the head's input) is included. kept: between forward and backward.
+
+    weight_grad: bytes of the head's gradient that stays. logits: of the highest instant, logits and the loss's own.
+    """
+
+    forward_nbytes: int
+    kept_nbytes: int
+    backward_nbytes: int
+    logits_nbytes: int
+    gradients_nbytes: int
+
+
+def head_figures(
+    run: Run,
+    *,
+    code: LossCode,
+    shift: LossCode,
+    hidden: int,
+    vocab: int,
+    final_norm: NormKind,
+    softcap: bool,
+    scaled: bool,
+    caller_holds_logits: bool,
+    converts_outputs: bool,
+    chunks: int,
+    vocab_split: int = 1,
+) -> HeadFigures:
+    """Run the end of the model. vocab: rows of the head; vocab_split: ranks that share them.
+
+    converts_outputs: the model's outputs are copied to fp32 when it returns (Accelerate with autocast).
+    """
+    tape = Tape()
+    shape = LinearShape("head", hidden, vocab)
+    layer = Layer(
+        tape=tape, style=run.style, tokens=run.tokens, seq_len=run.seq_len, trained=run.trained, targeted=run.targeted,
+        linears={"head": shape}, split=run.tensor, shard=run.tensor if run.sequence_parallel else 1,
+        keeps_grads=run.keeps_grads,
+    )  # fmt: skip
+    memory = tape.memory
+    h = tape.leaf(run.tokens // layer.shard * hidden, run.style.residual, requires_grad=True)
+    h = parts.norm(layer, h, "final_norm", final_norm, hidden)
+    h = parts.enter(layer, h)
+    width = vocab // vocab_split
+    if code == "fused_linear":
+        loss = _fused_linear(layer, h, width)
+        held: Tensor | None = h
+    else:
+        plain = _plain_head(layer)
+        logits = ops.linear(tape, ops.cast(tape, h, run.style.compute), plain, run.tokens * width)
+        if scaled:
+            logits = ops.scale(tape, logits)
+        if softcap:
+            logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
+        box = [logits]
+        del logits
+        loss, held = _loss(tape, box, code, shift, chunks, autocast=run.style.autocast)
+        if converts_outputs and held is not None and held.itemsize != FP32:
+            held = tape.new(held.numel, FP32, Category.LOGITS)
+    del h
+    forward = memory.peak_nbytes
+    forward_logits = memory.at_peak
+    if not caller_holds_logits:
+        held = None
+    kept = memory.total_nbytes
+    memory.mark()
+    grad = tape.new(1, FP32)
+    tape.backward(loss, grad)
+    del grad
+    at_peak = forward_logits if forward >= memory.peak_nbytes else memory.at_peak
+    del held
+    return HeadFigures(
+        forward_nbytes=forward,
+        kept_nbytes=kept,
+        backward_nbytes=memory.peak_nbytes,
+        logits_nbytes=at_peak[Category.LOGITS],
+        gradients_nbytes=memory.live[Category.GRADIENTS],
+    )
+
+
+def _plain_head(layer: Layer) -> Parameter:
+    shape = layer.linears["head"]
+    return layer.parameter("head.weight", shape.in_features * shape.out_features // layer.split)
+
+
+def _loss(
+    tape: Tape, box: list[Tensor], code: LossCode, shift: LossCode, chunks: int, *, autocast: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The loss (a scalar), and the logits that the model returns. ``box`` holds the logits: they are taken out of it,
+    so that nobody else keeps them."""
+    if code == "in_place":
+        prepared, _frame, held = _prepared(tape, box, shift)
+        return _over_itself(tape, prepared), held
+    if code == "te_fused":
+        return _over_itself(tape, box.pop()), None
+    if code == "vocab_parallel":
+        return _over_itself(tape, ops.cast(tape, box.pop(), FP32)), None
+    if code == "chunked":
+        logits = box.pop()
+        return _chunked(tape, logits, chunks), logits
+    prepared, _frame, held = _prepared(tape, box, code)
+    if code == "native" and autocast:
+        prepared = ops.cast(tape, prepared, FP32)
+        _is_logits(prepared)
+    return _cross_entropy(tape, prepared), held
+
+
+def _prepared(tape: Tape, box: list[Tensor], code: LossCode) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(what the loss gets, what its caller's frame holds meanwhile, what the model returns)."""
+    logits = box.pop()
+    if code == "native":
+        return logits, logits, logits
+    wide = ops.cast(tape, logits, FP32)
+    _is_logits(wide)
+    if code == "upcast_all":
+        del logits
+        return _copy(tape, wide), wide, wide
+    if code == "upcast_in_loss":
+        return _copy(tape, wide), wide, logits
+    return wide, wide, logits
+
+
+def _over_itself(tape: Tape, logits: Tensor) -> Tensor:
+    """A kernel that writes the gradient over the logits: they are all that it keeps."""
+    numel, size, storage = logits.numel, logits.itemsize, logits.storage
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        return (Tensor(storage, numel, size),)
+
+    return tape.record((logits,), (logits,), backward, tape.new(1, FP32))
+
+
+def _is_logits(tensor: Tensor) -> None:
+    if tensor.storage is not None:
+        tensor.storage.move_to(Category.LOGITS)
+
+
+def _copy(tape: Tape, x: Tensor) -> Tensor:
+    """``x[..., :-1, :].contiguous()``: its gradient is written into a fresh tensor of zeros (slice_backward)."""
+    out = ops.elementwise(tape, x)
+    _is_logits(out)
+    return out
+
+
+def _cross_entropy(tape: Tape, logits: Tensor) -> Tensor:
+    """log_softmax saves its result; nll_loss's and log_softmax's gradients are a tensor each."""
+    numel, size = logits.numel, logits.itemsize
+    log = tape.new(numel, size, Category.LOGITS)
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        of_log = tape.new(numel, size, Category.LOGITS)
+        result = tape.new(numel, size, Category.LOGITS)
+        del of_log
+        return (result,)
+
+    return tape.record((logits,), (log,), backward, tape.new(1, FP32))
+
+
+def _chunked(tape: Tape, logits: Tensor, chunks: int) -> Tensor:
+    """Each chunk upcast on its own; all chunks' log-probabilities stay until backward."""
+    numel, size = logits.numel // chunks, logits.itemsize
+    kept = []
+    for _ in range(chunks):
+        wide = tape.new(numel, FP32, Category.LOGITS)
+        kept.append(tape.new(numel, FP32, Category.LOGITS))
+        del wide
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        result = tape.new(numel * chunks, size, Category.LOGITS)
+        of_log = tape.new(numel, FP32, Category.LOGITS)
+        narrow = tape.new(numel, FP32, Category.LOGITS)
+        del of_log, narrow
+        return (result,)
+
+    return tape.record((logits,), tuple(kept), backward, tape.new(1, FP32))
+
+
+def _fused_linear(layer: Layer, h: Tensor, vocab: int) -> Tensor:
+    """Liger's fused linear cross-entropy: chunks of 2^ceil(log2(tokens / ceil(vocab / hidden))) rows; the gradients of
+    input and head are made in forward, the latter accumulated in the head's dtype."""
+    tape, tokens = layer.tape, layer.tokens
+    hidden = h.numel // tokens
+    weight = layer.parameter("head.weight", vocab * hidden)
+    ratio = -(-vocab // hidden)
+    rows = min(tokens, 1 << max(0, (-(-tokens // ratio) - 1)).bit_length())
+    size = h.itemsize
+    grad_input = tape.new(h.numel, size)
+    grad_weight = tape.new(weight.numel, weight.itemsize) if weight.trained else None
+    logits = tape.new(rows * vocab, size, Category.LOGITS)
+    wide = tape.new(rows * vocab, FP32, Category.LOGITS)
+    part = tape.new(weight.numel, weight.itemsize) if weight.trained else None
+    del logits, wide, part
+    numel = h.numel
+    saved = (grad_input,) if grad_weight is None else (grad_input, grad_weight)
+    sources = (Tensor(grad_input.storage, numel, size), grad_weight)
+    del grad_input, grad_weight
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        first, second = sources
+        kept = None if second is None else Tensor(second.storage, second.numel, second.itemsize)
+        return (Tensor(first.storage, numel, size), kept)
+
+    return tape.record((h, weight), saved, backward, tape.new(1, FP32))
