@@ -54,6 +54,10 @@ class MethodConfig(Frozen):
     base: Quantisation | None = Field(default=None, description="Quantisation of the frozen base weights.")
     double_quant: bool = Field(default=False, description="nf4, fp4: the block scales are quantised too.")
     quant_storage: Dtype = Field(default="auto", description="dtype that packed 4-bit weights are stored in.")
+    upcast: Literal["auto", "none", "norms", "all"] = Field(
+        default="auto",
+        description="Of a quantised base: which unquantised weights are cast to fp32 (prepare_model_for_kbit_training).",
+    )
     train_layers: int | None = Field(default=None, ge=0, description='kind = "layers": the last layers trained.')
     train_head: bool = Field(default=False, description='kind = "layers": norm and head are trained too.')
     train_embeddings: bool = Field(default=False, description='kind = "layers": the embeddings are trained too.')
@@ -151,6 +155,7 @@ class KernelConfig(Frozen):
     fused_mlp: bool = Field(default=False, description="SwiGLU or GeGLU in one kernel that recomputes (Liger).")
     fused_norm: bool = Field(default=False, description="RMSNorm in one kernel (Liger, TransformerEngine).")
     fused_rope: bool = Field(default=False, description="Rotary embedding in one kernel.")
+    fused_adapters: bool = Field(default=False, description="LoRA pairs in one function that recomputes (Unsloth).")
     compile: bool = Field(default=False, description="torch.compile.")
     checkpointing: Literal["auto", "none", "full", "selective", "selective_op"] = Field(
         default="auto",

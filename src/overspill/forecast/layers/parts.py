@@ -126,6 +126,7 @@ def _cast_weight(tape: Tape, weight: Parameter, itemsize: int) -> Parameter:
 
 def _quantised_linear(tape: Tape, style: Style, x: Tensor, weight: Parameter, out_numel: int) -> Tensor:
     """bitsandbytes MatMul4Bit, auto-gptq's QuantLinear: the weight is dequantised for each use, nothing is saved."""
+    back = x.itemsize
     narrow = ops.cast(tape, x, style.compute)
     dequantised = tape.scratch(weight.numel * style.compute)
     out = tape.new(out_numel, narrow.itemsize)
@@ -139,7 +140,9 @@ def _quantised_linear(tape: Tape, style: Style, x: Tensor, weight: Parameter, ou
         del held
         return (result,)
 
-    return tape.record((narrow,), saved, backward, out)
+    out = tape.record((narrow,), saved, backward, out)
+    del narrow
+    return ops.cast(tape, out, back)  # bitsandbytes answers in the dtype of what it got
 
 
 def _with_adapter(layer: Layer, x: Tensor, out: Tensor, name: str, out_width: int) -> Tensor:

@@ -1,0 +1,135 @@
+"""One row of a table of published measurements becomes a Job. What a row does not say is the framework's default.
+
+Columns: see docs/reference/truth-format.md. A row that names no model, batch or length that can be known raises
+`Unmapped` with the reason; the scorer counts and names it. Nothing here depends on a row's measured value.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from overspill.errors import OverspillError
+from overspill.job import Job
+from overspill.model import ModelShape, read_model
+
+__all__ = ["Unmapped", "job_of", "shape_of"]
+
+HERE = Path(__file__).resolve().parent
+
+
+class Unmapped(Exception):
+    """Why a row is no Job."""
+
+
+@cache
+def _models() -> dict[str, Any]:
+    return tomllib.loads((HERE / "truth_models.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def shape_of(name: str) -> ModelShape:
+    """The model of a row. Raises Unmapped."""
+    table = _models()
+    if name in table["config"]:
+        return ModelShape.from_config(table["config"][name])
+    if match := re.fullmatch(r"MPT-(\d+[mb])", name):
+        width, heads, layers = table["mpt"][match[1]]
+        return ModelShape.from_config(
+            {"model_type": "mpt", "d_model": width, "n_heads": heads, "n_layers": layers, "max_seq_len": 2**17,
+             "vocab_size": table["mpt"]["vocab_size"], "expansion_ratio": 4, "no_bias": True}
+        )  # fmt: skip
+    if match := re.fullmatch(r"(\S+) truncated to (\d+) layers", name):
+        config = dict(read_model(table["truncated"][match[1]]).config)
+        config["num_hidden_layers"] = int(match[2])
+        return ModelShape.from_config(config)
+    try:
+        return read_model(table["alias"].get(name, name)).shape
+    except OverspillError as error:
+        raise Unmapped(f"the model {name!r} is not in the catalogue: {error.message}") from None
+
+
+def job_of(row: dict[str, str]) -> Job:
+    """Raises Unmapped with the reason."""
+    framework = row["framework"]
+    for start, mapped in _FRAMEWORKS:
+        if framework.startswith(start):
+            return Job.read(_cleaned(mapped(row)), source=row["id"])
+    raise Unmapped(f"the framework {framework!r} is not known")
+
+
+def _cleaned(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {table: {key: value for key, value in keys.items() if value is not None} for table, keys in data.items()}
+
+
+def _number(row: dict[str, str], key: str) -> int:
+    text = row[key].strip()
+    if not text:
+        raise Unmapped(f"{key} is not published")
+    return int(float(text))
+
+
+def _versions(row: dict[str, str]) -> dict[str, str]:
+    found = re.findall(r"([\w-]+) v?(\d+(?:\.\d+)+)", row["versions"])
+    return dict(found)
+
+
+def _base(row: dict[str, str], framework: str) -> dict[str, dict[str, Any]]:
+    gpu = row["gpu"] or None
+    return {
+        "model": {"path": row["model"], "dtype": "bf16"},
+        "data": {"seq_len": _number(row, "seq_len"), "packing": True},
+        "train": {"micro_batch": _number(row, "micro_batch")},
+        "method": {},
+        "optimizer": {},
+        "parallel": {"gpus": _number(row, "n_gpus")},
+        "kernels": {},
+        "framework": {"name": framework, "versions": _versions(row)},
+        "device": {"gpu": gpu},
+    }
+
+
+def _lora(row: dict[str, str], data: dict[str, dict[str, Any]], **more: Any) -> None:
+    data["method"].update(
+        kind="lora", rank=_number(row, "lora_rank"), targets=tuple(row["lora_targets"].split()), **more
+    )
+
+
+def _fms(row: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """HF Trainer with TRL on packed text; adapters with peft; fused kernels by the plug-ins that the notes name."""
+    data = _base(row, "trl")
+    notes, method = row["notes"], row["method"]
+    amp = re.search(r"amp=(\w+) autocast", notes)
+    config = re.search(r"framework_config=([\w-]+)", notes)
+    plugins = config[1] if config else "none"
+    if "float16" in row["weight_dtype"] and "bfloat16" not in row["weight_dtype"]:
+        data["model"]["dtype"] = "fp16"
+    if amp:
+        data["model"]["autocast"] = amp[1]
+    data["model"]["gradient_checkpointing"] = row["grad_ckpt"] == "yes"
+    data["kernels"]["attention"] = "flash"
+    foak = "foak" in plugins
+    if foak:
+        data["kernels"].update(loss="fused", fused_norm=True, fused_rope=True)
+    if "liger" in plugins:
+        data["kernels"]["loss"] = "fused_linear"
+    if method != "full":
+        # fms-hf-tuning's default is a dropout of 0.05 on adapters.
+        _lora(row, data, dropout=0.05)
+    if method.startswith("qlora"):
+        data["method"].update(base="nf4", double_quant=True)
+    if method.startswith("gptq"):
+        data["method"]["base"] = "gptq4"
+    if method != "full" and "baseline" not in plugins and foak and data["method"].get("base"):
+        data["kernels"]["fused_adapters"] = True
+    if "baseline" in plugins:
+        data["method"]["upcast"] = "norms"
+    if _number(row, "n_gpus") > 1:
+        data["parallel"]["data"] = "fsdp1"
+    return data
+
+
+_FRAMEWORKS: tuple[tuple[str, Any], ...] = (("HF Trainer/TRL SFT", _fms),)
