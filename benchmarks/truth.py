@@ -102,6 +102,10 @@ def _fms(row: dict[str, str]) -> dict[str, dict[str, Any]]:
     """HF Trainer with TRL on packed text; adapters with peft; fused kernels by the plug-ins that the notes name."""
     data = _base(row, "trl")
     notes, method = row["notes"], row["method"]
+    facts = shape_of(row["model"]).facts
+    if facts is not None and facts.positions == "learned" and facts.max_positions:
+        # fms-hf-tuning: the smaller of max_seq_length and tokenizer.model_max_length
+        data["data"]["seq_len"] = min(data["data"]["seq_len"], facts.max_positions)
     amp = re.search(r"amp=(\w+) autocast", notes)
     config = re.search(r"framework_config=([\w-]+)", notes)
     plugins = config[1] if config else "none"
@@ -122,7 +126,7 @@ def _fms(row: dict[str, str]) -> dict[str, dict[str, Any]]:
     if method.startswith("qlora"):
         data["method"].update(base="nf4", double_quant=True)
     if method.startswith("gptq"):
-        data["method"]["base"] = "gptq4"
+        data["method"].update(base="gptq4", group_size=_models()["gptq_group_size"].get(row["model"], 128))
     if method != "full" and "baseline" not in plugins and foak and data["method"].get("base"):
         data["kernels"]["fused_adapters"] = True
     if "baseline" in plugins:

@@ -53,6 +53,7 @@ class MethodConfig(Frozen):
     )
     base: Quantisation | None = Field(default=None, description="Quantisation of the frozen base weights.")
     double_quant: bool = Field(default=False, description="nf4, fp4: the block scales are quantised too.")
+    group_size: int = Field(default=128, ge=0, description="gptq4, awq4: rows that share a scale; 0: a whole column.")
     quant_storage: Dtype = Field(default="auto", description="dtype that packed 4-bit weights are stored in.")
     upcast: Literal["auto", "none", "norms", "all"] = Field(
         default="auto",

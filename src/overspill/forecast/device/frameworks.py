@@ -168,7 +168,9 @@ def _sharding(draft: _Draft) -> Sharding:
         wrap_embeddings=layout.wrap_embeddings,
         whole_model_unit=layout.wrap == "root",
         reshard_after_forward=layout.reshard_after_forward,
-        prefetched_units=1,
+        # [Note: Prefetch] FSDP1 fetches the next unit of backward by the order seen in forward. Under transformers'
+        # checkpointing each unit runs its forward again inside backward, and nothing is fetched ahead.
+        prefetched_units=0 if kind == "fsdp1" and draft.job.model.gradient_checkpointing else 1,
         retains_inputs=kind == "fsdp1" and not full and split > 1,
     )
 
@@ -201,7 +203,10 @@ def _hf(draft: _Draft) -> None:
             "fused" if kernels.fused_adapters else "peft", method.rank, values["adapter_itemsize"], method.dropout
         )
     residual, norm_wide = style.residual, False
-    if method.base is not None and method.upcast in ("norms", "all"):
+    split = values["sharding"].splits_weights
+    if method.base is not None and method.upcast in ("norms", "all") and split:
+        draft.notes.append("A quantised base that is sharded is not upcast (TRL: is_sharded_qlora).")
+    elif method.base is not None and method.upcast in ("norms", "all"):
         residual, norm_wide = 4, True  # a norm with fp32 weights gives fp32, and each linear answers in its input's dtype
     values["style"] = replace(
         style,

@@ -18,15 +18,15 @@ __all__ = ["QUANTISED_BYTES", "Unit", "Units", "build_units", "optimizer_nbytes"
 
 #: Bytes per element of a quantised matrix, scales included.
 #: nf4, fp4: 4 bits and one fp32 scale per 64 (bitsandbytes Params4bit, blocksize 64); with double quantisation the
-#: scale is one byte and an fp32 per 256 of them. gptq4, awq4: 4 bits, per group of 128 an fp16 scale and a 4-bit zero.
+#: scale is one byte and an fp32 per 256 of them. gptq4, awq4: 4 bits; scales and zeros by group come on top.
 #: int8: one byte, one fp32 a row. mxfp4: 4 bits and one byte per 32. aqlm2: 2 bits and codebooks. hqq4: as gptq4, 64.
 QUANTISED_BYTES = {
     "nf4": 0.5 + 4 / 64,
     "fp4": 0.5 + 4 / 64,
     "nf4-dq": 0.5 + 1 / 64 + 4 / (64 * 256),
     "fp4-dq": 0.5 + 1 / 64 + 4 / (64 * 256),
-    "gptq4": 0.5 + 2 / 128 + 0.5 / 128,
-    "awq4": 0.5 + 2 / 128 + 0.5 / 128,
+    "gptq4": 0.5,
+    "awq4": 0.5,
     "hqq4": 0.5 + 4 / 64,
     "int8": 1.0,
     "fp8": 1.0,
@@ -163,8 +163,10 @@ def _layer_unit(
             quantised += numel * QUANTISED_BYTES[quantised_as] + _MODULE_BUFFERS_NBYTES.get(quantised_as, 0) * (
                 owner.experts if owner else 1
             )
-            if quantised_as == "gptq4" and owner is not None:
-                quantised += 4 * owner.in_features * owner.experts  # g_idx, int32
+            if quantised_as in ("gptq4", "awq4") and owner is not None:
+                groups = owner.in_features / (method.group_size or owner.in_features)
+                quantised += 2.5 * groups * numel / owner.in_features  # an fp16 scale and a 4-bit zero
+                quantised += 4 * owner.in_features * owner.experts if quantised_as == "gptq4" else 0  # g_idx, int32
         elif trained:
             trained_numel += numel
             expert_numel += numel if is_expert else 0
