@@ -44,7 +44,7 @@ def shape_of(name: str) -> ModelShape:
         )  # fmt: skip
     if match := re.fullmatch(r"(\S+) truncated to (\d+) layers", name):
         config = dict(read_model(table["truncated"][match[1]]).config)
-        config["num_hidden_layers"] = int(match[2])
+        config.update(table["changes"].get(match[1], {}), num_hidden_layers=int(match[2]))
         return ModelShape.from_config(config)
     try:
         return read_model(table["alias"].get(name, name)).shape
@@ -136,4 +136,107 @@ def _fms(row: dict[str, str]) -> dict[str, dict[str, Any]]:
     return data
 
 
-_FRAMEWORKS: tuple[tuple[str, Any], ...] = (("HF Trainer/TRL SFT", _fms),)
+def _litgpt(row: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """LitGPT's finetune scripts in bf16-true: adapters in bf16 too, dropout of 0.05 on them, SDPA."""
+    data = _base(row, "litgpt")
+    method = row["method"]
+    data["kernels"]["attention"] = "sdpa"
+    if row["framework"] == "litgpt":
+        data["framework"]["versions"] = {"litgpt": "0.1.0"}  # lit-gpt at the commit that the source names, of 2023
+    data["model"]["gradient_checkpointing"] = row["grad_ckpt"] == "yes"
+    if "lora" in method:
+        _lora(row, data, dropout=0.05)
+    elif "adapter" in method:
+        data["method"]["kind"] = method.partition("+")[0]
+    if "nf4" in method:
+        data["method"].update(base="nf4", double_quant="dq" in method)
+    if "FSDP" in row["parallelism"]:
+        data["parallel"]["data"] = "fsdp1"
+    return data
+
+
+def _megatron(row: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Megatron-Core's pretraining on mock data with TransformerEngine and the distributed optimizer."""
+    data = _base(row, "megatron")
+    sizes = dict(re.findall(r"(TP|PP|DP|CP|EP) (\d+)", row["parallelism"]))
+    data["parallel"].update(
+        data="distributed_optimizer", tensor=int(sizes["TP"]), pipeline=int(sizes["PP"]), context=int(sizes["CP"]),
+        expert=int(sizes["EP"]),
+    )  # fmt: skip
+    data["kernels"].update(attention="flash", loss="fused" if "fused CE" in row["notes"] else "plain")
+    if match := re.search(r"micro-batches per step (\d+)", row["notes"]):
+        data["train"]["accumulation"] = int(match[1])
+    data["task"] = {"kind": "pretrain"}
+    return data
+
+
+def _torchtune(row: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """torchtune's recipes in full bf16; each row of its table adds one option to the one before."""
+    data = _base(row, "torchtune")
+    notes, optimizer = row["notes"], row["optimizer"]
+    step = re.search(r"cumulative step: \+?([\w .-]+)", notes)
+    order = ("baseline", "packed 4096", "compile", "chunked CE", "act ckpt", "optimizer in bwd", "activation offload",
+             "8-bit AdamW")  # fmt: skip
+    reached = next((place for place, name in enumerate(order) if step and step[1].strip().startswith(name)), len(order))
+    data["framework"]["versions"] = {"torchtune": "0.4.0", "torch": "2.5.1"}
+    data["model"]["gradient_checkpointing"] = row["grad_ckpt"] == "yes"
+    data["kernels"].update(attention="sdpa", compile=reached >= 2, loss="chunked" if reached >= 3 else "plain")
+    data["optimizer"]["in_backward"] = reached >= 5 and "lora" not in row["method"]
+    if "8bit" in optimizer:
+        data["optimizer"]["name"] = "adamw_8bit"
+    if "CPU" in row["offload"]:
+        data["offload"] = {"activations": "host"}
+    if "lora" in row["method"]:
+        targets = {"q_proj": ["q_proj"], "v_proj": ["v_proj"], "k_proj": ["k_proj"], "output_proj": ["o_proj"],
+                   "mlp": ["gate_proj", "up_proj", "down_proj"]}  # fmt: skip
+        names = [one for name in row["lora_targets"].split() for one in targets.get(name, [])]
+        data["method"].update(kind="lora", rank=_number(row, "lora_rank"), targets=tuple(names))
+    if "nf4" in row["method"]:
+        data["method"].update(base="nf4", double_quant=True)
+    if "FSDP2" in row["parallelism"]:
+        data["parallel"]["data"] = "fsdp2"
+    return data
+
+
+def _torchtitan(row: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """torchtitan: fp32 parameters, bf16 under FSDP; compile and float8 as the notes say."""
+    data = _base(row, "torchtitan")
+    notes, parallel, checkpointing = row["notes"], row["parallelism"], row["grad_ckpt"]
+    data["model"]["dtype"] = "fp32"
+    data["model"]["autocast"] = "bf16"
+    kind = {"no": "none", "full": "full", "yes": "full"}.get(checkpointing, "selective")
+    if "per-op" in checkpointing:
+        kind = "selective_op"
+    if checkpointing == "selective":
+        kind = "selective_op"
+    data["kernels"].update(
+        attention="sdpa", checkpointing=kind, compile="compile" in notes and "eager" not in notes,
+        loss="chunked" if "chunked" in notes else "plain",
+    )  # fmt: skip
+    data["parallel"]["data"] = "fsdp1" if "FSDP1" in parallel else "fsdp2"
+    if match := re.search(r"x TP (\d+)", parallel):
+        data["parallel"]["tensor"] = int(match[1])
+    if match := re.search(r"x CP (\d+)", parallel):
+        data["parallel"]["context"] = int(match[1])
+    data["task"] = {"kind": "pretrain"}
+    return data
+
+
+def _llm_foundry(row: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """llm-foundry's pretraining: FSDP of fp32 parameters, bf16 compute, flash attention."""
+    data = _base(row, "llm_foundry")
+    data["model"].update(dtype="fp32", autocast="bf16", gradient_checkpointing=row["grad_ckpt"] == "yes")
+    data["kernels"]["attention"] = "flash"
+    data["parallel"].update(data="fsdp1", reduce_dtype="bf16" if "PURE" in row["parallelism"] else "fp32")
+    data["task"] = {"kind": "pretrain"}
+    return data
+
+
+_FRAMEWORKS: tuple[tuple[str, Any], ...] = (
+    ("HF Trainer/TRL SFT", _fms),
+    ("litgpt", _litgpt),
+    ("Megatron-LM", _megatron),
+    ("torchtune", _torchtune),
+    ("torchtitan", _torchtitan),
+    ("llm-foundry", _llm_foundry),
+)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from overspill.errors import OverspillError
 from overspill.forecast.device.frameworks import resolve
 from overspill.forecast.device.phases import Instant, Resting, instants, resting
 from overspill.forecast.device.settings import Resolved
-from overspill.forecast.device.states import Units, build_units, targets_of
-from overspill.forecast.layers.figures import Run
+from overspill.forecast.device.states import Unit, Units, build_units, targets_of
+from overspill.forecast.layers.run import Run
 from overspill.job import Job
 from overspill.model import ModelShape
 from overspill.model.facts import LayerKind, ModelFacts
@@ -52,6 +52,13 @@ def forecast_ranks(job: Job, shape: ModelShape, *, hopper: bool = False) -> tupl
 def _rank(job: Job, facts: ModelFacts, resolved: Resolved, stage: int, stages: int) -> Rank:
     counts = _counts(facts, stage, stages)
     units = build_units(job, facts, resolved, counts)
+    if stages > 1:
+        nothing = Unit("none", 0, 0, 0, 0, 0, 0)
+        units = replace(
+            units,
+            embedding=units.embedding if stage == 0 else nothing,
+            head=units.head if stage == stages - 1 else nothing,
+        )
     targeted = targets_of(job, facts)
     full = job.method.kind == "full"
     keeps = not (resolved.sharding.splits_gradients or resolved.update_in_backward or resolved.gradients_at_rest)
@@ -70,7 +77,9 @@ def _rank(job: Job, facts: ModelFacts, resolved: Resolved, stage: int, stages: i
             keeps_grads=keeps,
         )
 
-    return Rank(stage, resolved, units, resting(units, resolved), tuple(instants(facts, units, resolved, run_of)))
+    return Rank(
+        stage, resolved, units, resting(units, resolved), tuple(instants(facts, units, resolved, run_of, stage))
+    )
 
 
 def _counts(facts: ModelFacts, stage: int, stages: int) -> dict[str, int]:

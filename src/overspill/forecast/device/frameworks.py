@@ -115,6 +115,7 @@ def _common(draft: _Draft, *, hopper: bool) -> None:
         update_in_backward=job.optimizer.in_backward,
         workspace_nbytes=2 * workspace,
         sharding=_sharding(draft),
+        expert_ranks=max(1, layout.data_ranks * layout.context * layout.tensor // (layout.expert * layout.expert_tensor)),
     )  # fmt: skip
 
 
@@ -172,6 +173,10 @@ def _sharding(draft: _Draft) -> Sharding:
         # checkpointing each unit runs its forward again inside backward, and nothing is fetched ahead.
         prefetched_units=0 if kind == "fsdp1" and draft.job.model.gradient_checkpointing else 1,
         retains_inputs=kind == "fsdp1" and not full and split > 1,
+        # [Note: Pending] A unit's gradients are reduced on another stream while the next unit's backward runs; its
+        # buffers are held until then. FSDP2 besides copies a gathered unit out of the collective's buffer.
+        pending_reductions=1 if kind in ("fsdp1", "fsdp2") and not draft.job.model.gradient_checkpointing else 0,
+        copied_units=1 if kind == "fsdp2" else 0,
     )
 
 
@@ -179,10 +184,10 @@ def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _set_optimizer(draft: _Draft, *, state_itemsize: int, fused: bool = False) -> None:
+def _set_optimizer(draft: _Draft, *, state_itemsize: int, fused: bool = False, master: int = 0) -> None:
     draft.values["optimizer"] = optimizer_facts(
         draft.job.optimizer, draft.job.offload, state_itemsize=state_itemsize,
-        parameter_itemsize=draft.values["trained_itemsize"], fused=fused,
+        parameter_itemsize=draft.values["trained_itemsize"], fused=fused, master=master,
     )  # fmt: skip
 
 
@@ -207,7 +212,10 @@ def _hf(draft: _Draft) -> None:
     if method.base is not None and method.upcast in ("norms", "all") and split:
         draft.notes.append("A quantised base that is sharded is not upcast (TRL: is_sharded_qlora).")
     elif method.base is not None and method.upcast in ("norms", "all"):
-        residual, norm_wide = 4, True  # a norm with fp32 weights gives fp32, and each linear answers in its input's dtype
+        residual, norm_wide = (
+            4,
+            True,
+        )  # a norm with fp32 weights gives fp32, and each linear answers in its input's dtype
     values["style"] = replace(
         style,
         residual=residual,
@@ -256,7 +264,125 @@ def _hf_loss(draft: _Draft, plain: LossCode) -> LossCode:
 
 
 def _litgpt(draft: _Draft) -> None:
-    raise NotImplementedError
+    """LitGPT's own models under Fabric, in one dtype throughout (bf16-true) or under autocast."""
+    job, values, method = draft.job, draft.values, draft.job.method
+    old = draft.versions["litgpt"] < (0, 2)
+    size = values["trained_itemsize"]
+    values["adapter_itemsize"] = size
+    adapter = Adapter("litgpt", method.rank, size, method.dropout) if method.kind == "lora" else None
+    values["style"] = replace(values["style"], code="litgpt", norm="python", norm_fp32=not old, adapter=adapter)
+    # finetune: model(input_ids, lm_head_chunk_size=128); the loop keeps the list of logits until the next iteration
+    values["loss"] = "split" if method.kind != "full" else "native"
+    values["loss_chunks"] = max(1, values["sequences"] * values["seq_len"] // 128)
+    values["caller_holds_logits"] = True
+    values["quantises_head"] = method.base is not None
+    if values["sharding"].kind.startswith("fsdp") and job.kernels.reentrant is None:
+        values["reentrant"] = False
+    _set_optimizer(draft, state_itemsize=size)
 
 
-_torchtune = _torchtitan = _megatron = _llm_foundry = _litgpt
+def _megatron(draft: _Draft) -> None:
+    """Megatron-Core with TransformerEngine: bf16 weights, fp32 main gradients that rest, a distributed optimizer."""
+    job, values = draft.job, draft.values
+    values["style"] = replace(
+        values["style"],
+        code="megatron",
+        norm="kernel",
+        rope="kernel",
+        mlp="kernel",
+        grouped_experts=True,
+    )
+    values["loss"] = "te_fused" if job.kernels.loss == "fused" else "vocab_parallel"
+    values["gradient_itemsize"] = 4
+    values["gradients_at_rest"] = True
+    stages = values["pipeline"]
+    values["microbatches_in_flight"] = min(stages, values["accumulation"])
+    kind = job.parallel.data
+    if kind == "auto":
+        draft.assume("parallel.data", "distributed_optimizer", "--use-distributed-optimizer, as in its examples")
+        values["sharding"] = replace(values["sharding"], kind="distributed_optimizer",
+                                     ranks=max(1, job.parallel.data_ranks * job.parallel.context))  # fmt: skip
+    _set_optimizer(draft, state_itemsize=4, fused=True, master=4)
+
+
+def _torchtune(draft: _Draft) -> None:
+    """torchtune's recipes: one dtype throughout, its own modules and LoRA, NF4 by torchao."""
+    job, values, method = draft.job, draft.values, draft.job.method
+    kernels = job.kernels
+    size = values["trained_itemsize"]
+    values["adapter_itemsize"] = size
+    adapter = Adapter("torchtune", method.rank, size, method.dropout) if method.kind == "lora" else None
+    values["style"] = replace(
+        values["style"],
+        code="torchtune",
+        compiled=kernels.compile,
+        norm="kernel" if kernels.compile else "python",
+        rope="kernel" if kernels.compile else "complex",
+        mlp="kernel_pair" if kernels.compile else "python",
+        repeat_kv=True,
+        adapter=adapter,
+    )
+    chosen = kernels.loss
+    if chosen == "auto":
+        chosen = "chunked" if draft.versions["torchtune"] >= (0, 4) else "plain"
+        draft.assume("kernels.loss", chosen, "the recipe's default of that version")
+    values["loss"] = {"plain": "upcast", "chunked": "chunked", "fused": "in_place", "fused_linear": "fused_linear"}[
+        chosen
+    ]
+    values["logits"] = "upcast"
+    values["loss_chunks"] = 8
+    values["caller_holds_logits"] = False
+    values["reentrant"] = False
+    _set_optimizer(draft, state_itemsize=size, fused=draft.versions["torchtune"] >= (0, 3))
+    sharding: Sharding = values["sharding"]
+    if sharding.kind == "fsdp1":
+        values["sharding"] = replace(sharding, retains_inputs=False)
+
+
+def _torchtitan(draft: _Draft) -> None:
+    """torchtitan: fp32 shards under FSDP, bf16 where it computes, gradients reduced in fp32."""
+    job, values = draft.job, draft.values
+    kernels = job.kernels
+    compute = ITEMSIZE[job.model.autocast or "bf16"]
+    compiled = kernels.compile
+    values["style"] = replace(
+        values["style"],
+        residual=compute,
+        compute=compute,
+        weight=compute,
+        autocast=False,
+        code="torchtitan",
+        compiled=compiled,
+        norm="kernel" if compiled or kernels.fused_norm else "composite",
+        rope="kernel" if compiled else "complex",
+        mlp="kernel_pair" if compiled else "python",
+        repeat_kv=True,
+    )
+    values["loss"] = {"auto": "upcast", "plain": "upcast", "chunked": "chunked", "fused": "in_place",
+                      "fused_linear": "fused_linear"}[kernels.loss]  # fmt: skip
+    values["logits"] = "upcast"
+    values["loss_chunks"] = 8
+    values["caller_holds_logits"] = True
+    values["reentrant"] = False
+    values["trained_itemsize"] = values["gradient_itemsize"] = 4
+    sharding: Sharding = values["sharding"]
+    values["sharding"] = replace(
+        sharding,
+        gathered_itemsize=compute,
+        reduce_itemsize=4,
+        wrap_embeddings=sharding.wrap_embeddings,
+        prefetched_units=1,
+    )
+    _set_optimizer(draft, state_itemsize=4, fused=draft.versions["torchtitan"] >= (0, 1))
+
+
+def _llm_foundry(draft: _Draft) -> None:
+    """Composer under FSDP: autocast in bf16, mixed_precision PURE (bf16 reductions) or DEFAULT (fp32 reductions)."""
+    values = draft.values
+    values["style"] = replace(values["style"], residual=2, compute=2, weight=2, autocast=False)
+    values["loss"] = "native"
+    values["trained_itemsize"] = values["gradient_itemsize"] = 4
+    values["reentrant"] = False
+    sharding: Sharding = values["sharding"]
+    values["sharding"] = replace(sharding, gathered_itemsize=2)
+    _set_optimizer(draft, state_itemsize=4)

@@ -41,7 +41,12 @@ def optimizer_facts(
 
     def facts(state: float, step: float = 0.0, largest: float = 0.0, **more: float) -> OptimizerFacts:
         return OptimizerFacts(
-            state=state, master=master, step=step, step_largest=largest, on_device=on_device, **more  # type: ignore[arg-type]
+            state=state,
+            master=master,
+            step=step,
+            step_largest=largest,
+            on_device=on_device,
+            **more,  # type: ignore[arg-type]
         )
 
     if name in ("adamw", "adam", "badam", "schedule_free", "sophia"):

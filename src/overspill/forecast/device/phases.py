@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units, optimizer_nbytes
-from overspill.forecast.layers.figures import LayerFigures, Run, layer_figures
+from overspill.forecast.layers.figures import LayerFigures, layer_figures
 from overspill.forecast.layers.head import HeadFigures, head_figures
+from overspill.forecast.layers.run import Run
 from overspill.forecast.tape import Category
 from overspill.model.facts import LayerKind, ModelFacts
 
@@ -64,6 +65,7 @@ def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Rest
     weight_share = 1 / sharding.ranks if sharding.splits_weights else 1.0
     optimizer_share = 1 / sharding.ranks if sharding.splits_optimizer else 1.0
     gradient_share = 1 / sharding.ranks if sharding.splits_gradients else 1.0
+    expert_share = 1 / resolved.expert_ranks if sharding.splits_optimizer else 1.0
 
     def weights(unit: Unit) -> float:
         return weight_share * (
@@ -75,7 +77,9 @@ def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Rest
 
     state = 0.0
     if step_done and resolved.optimizer.on_device:
-        state = units.total(lambda unit: optimizer_nbytes(unit, resolved.optimizer, optimizer_share, optimizer_share))
+        state = units.total(
+            lambda unit: optimizer_nbytes(unit, resolved.optimizer, optimizer_share, optimizer_share, expert_share)
+        )
     elif resolved.optimizer.master and resolved.optimizer.on_device:
         state = units.total(
             lambda unit: (unit.trained_numel + unit.adapter_numel) * optimizer_share * resolved.optimizer.master
@@ -90,12 +94,15 @@ def _gradient_nbytes(unit: Unit, resolved: Resolved) -> float:
     return unit.trained_numel * resolved.gradient_itemsize + unit.adapter_numel * resolved.adapter_itemsize
 
 
-def instants(facts: ModelFacts, units: Units, resolved: Resolved, run_of: Callable[[LayerKind], Run]) -> list[Instant]:
-    """Every phase's highest instant, in the order of a step."""
+def instants(
+    facts: ModelFacts, units: Units, resolved: Resolved, run_of: Callable[[LayerKind], Run], stage: int = 0
+) -> list[Instant]:
+    """Every phase's highest instant, in the order of a step. stage: of the pipeline; only the last has the loss."""
     rest = resting(units, resolved)
     layers = [(kind, count, unit, layer_figures(kind, run_of(kind))) for kind, count, unit in units.layers]
-    head = _head(facts, resolved, run_of(layers[-1][0]), units)
-    return _Step(facts, units, resolved, rest, layers, head).instants()
+    last = stage == resolved.pipeline - 1
+    head = _head(facts, resolved, run_of(layers[-1][0]), units) if last else None
+    return _Step(facts, units, resolved, rest, layers, head, stage).instants()
 
 
 def _head(facts: ModelFacts, resolved: Resolved, run: Run, units: Units) -> HeadFigures | None:
@@ -128,16 +135,21 @@ class _Step:
         rest: Resting,
         layers: list[tuple[LayerKind, int, Unit, LayerFigures]],
         head: HeadFigures | None,
+        stage: int,
     ) -> None:
+        self.stage = stage
         self.facts, self.units, self.resolved, self.rest, self.head = facts, units, resolved, rest, head
         by_position = sorted(
-            (position, index) for index, (kind, count, _, _) in enumerate(layers) for position in kind.positions[:count]
+            (position, index)
+            for index, (kind, count, _, _) in enumerate(layers)
+            for position in (kind.positions[-count:] if stage else kind.positions[:count])
         )
         self.order = [index for _, index in by_position]
         self.layers = layers
         every = resolved.checkpoint_every
+        self.selective = resolved.checkpointing == "selective_op"
         self.checkpointed = [
-            resolved.checkpointing == "full" and number % every == 0 for number in range(len(self.order))
+            resolved.checkpointing != "none" and number % every == 0 for number in range(len(self.order))
         ]
 
     def instants(self) -> list[Instant]:
@@ -170,6 +182,8 @@ class _Step:
         figures = self.layers[self.order[number]][3]
         if not self.checkpointed[number]:
             return figures.kept_nbytes
+        if self.selective:
+            return figures.selected_nbytes
         return 0 if self.resolved.offloads_boundaries else figures.boundary_nbytes
 
     def _inputs(self) -> int:
@@ -196,12 +210,12 @@ class _Step:
             ahead = sharding.prefetch_bucket_numel + max(largest, unit.numel)
             whole = sum(count * unit.numel for _, count, unit in self._all_units())
             return min(ahead, sharding.max_live_numel + largest, whole) * sharding.gathered_itemsize
-        return one * units_alive
+        return one * (units_alive + sharding.copied_units)
 
     def _forward(self) -> list[Instant]:
         resolved, base = self.resolved, self._inputs() + self._embedding_scratch()
         kept, best, best_total = 0, None, -1
-        flight = resolved.microbatches_in_flight - 1
+        flight = max(0, resolved.microbatches_in_flight - self.stage - 1)
         whole = sum(self._kept_of(number) for number in range(len(self.order)))
         for number, index in enumerate(self.order):
             _, _, unit, figures = self.layers[index]
@@ -283,12 +297,13 @@ class _Step:
             kept -= self._kept_of(number)
             own = self._own_backward(number, figures)
             alive = 1 + (sharding.prefetched_units if number else 0)
-            unreduced = self._unreduced(unit)
+            unreduced = self._unreduced(unit) * (1 + sharding.pending_reductions)
             in_layer = 0 if earlier else figures.gradients_at_peak_nbytes * (0 if sharding.splits_gradients else 1)
             one = self._instant(
                 "backward of a layer",
                 gradients=before + done + in_layer,
                 activations=kept + base + retained + own - (in_layer if not sharding.splits_gradients else 0),
+                logits=self.head.held_nbytes if self.head is not None else 0,
                 communication=root + self._gathered_layer(unit, alive) + unreduced + root_gradient,
             )
             if best is None or one.total_nbytes > best.total_nbytes:
@@ -319,7 +334,12 @@ class _Step:
         if self.resolved.reentrant:
             return max(figures.recomputed_nbytes, figures.recorded_nbytes + figures.output_nbytes)
         return max(
-            figures.backward_nbytes + (figures.boundary_nbytes if figures.backward_nbytes < figures.recomputed_nbytes - figures.output_nbytes else 0),
+            figures.backward_nbytes
+            + (
+                figures.boundary_nbytes
+                if figures.backward_nbytes < figures.recomputed_nbytes - figures.output_nbytes
+                else 0
+            ),
             figures.recorded_nbytes + figures.output_nbytes,
         )
 

@@ -42,9 +42,7 @@ class OptimizerFacts:
     on_device: bool = True
 
 
-ShardingKind = Literal[
-    "none", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "distributed_optimizer"
-]
+ShardingKind = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "distributed_optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +64,8 @@ class Sharding:
     reshard_after_forward: bool = True
     prefetched_units: int = 1
     retains_inputs: bool = False
+    pending_reductions: int = 0
+    copied_units: int = 0
     casts_shards: bool = False
 
     @property
@@ -115,8 +115,8 @@ class Resolved:
     gradients_at_rest: bool
     update_in_backward: bool
     workspace_nbytes: int
-    first_micro_batch_gradients: bool = True
-    separate_reduction_buffer_itemsize: int = 0
+    quantises_head: bool = False
+    expert_ranks: int = 1
     assumed: tuple[Assumed, ...] = ()
     notes: tuple[str, ...] = field(default=())
 

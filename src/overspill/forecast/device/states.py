@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from overspill.errors import OverspillError
 from overspill.forecast.device.settings import OptimizerFacts, Resolved
+from overspill.forecast.layers.roles import roles_of
 from overspill.job import Job
 from overspill.model.facts import LayerKind, LinearShape, ModelFacts
 
@@ -91,6 +92,8 @@ def targets_of(job: Job, facts: ModelFacts) -> Callable[[str], bool]:
         return lambda name: False
     wanted: tuple[str, ...] = method.targets
     head = facts.head or "lm_head"
+    if job.framework.name == "litgpt":
+        return _litgpt_targets(wanted or ("query", "value"), facts)
     if wanted == ("all-linear",) or wanted == ("all_linear",):
         return lambda name: name not in (head, "head")
     if not wanted:
@@ -106,6 +109,31 @@ def targets_of(job: Job, facts: ModelFacts) -> Callable[[str], bool]:
             limit="one of " + ", ".join(sorted({linear.leaf for linear in linears})),
         )
     return lambda name: any(_ends(name, wanted_name) for wanted_name in found) or (name == "head" and head in found)
+
+
+_LITGPT_PARTS = {
+    "q": "query", "k": "key", "v": "value", "o": "projection", "gate": "mlp", "up": "mlp", "down": "mlp",
+    "gate_up": "mlp",
+}  # fmt: skip
+
+
+def _litgpt_targets(wanted: tuple[str, ...], facts: ModelFacts) -> Callable[[str], bool]:
+    """LitGPT names parts (query, key, value, projection, mlp, head), whatever the checkpoint's modules are called."""
+    known = {*_LITGPT_PARTS.values(), "head"}
+    for name in wanted:
+        if name not in known:
+            raise OverspillError(
+                "OVS101", "No such part.", field="method.targets", value=name, limit=", ".join(sorted(known))
+            )
+    chosen = {role for role, part in _LITGPT_PARTS.items() if part in wanted}
+    names = {"head"} if "head" in wanted else set()
+    names |= {facts.head} if "head" in wanted and facts.head else set()
+    for stack in facts.stacks:
+        for kind in stack.kinds:
+            for part in roles_of(kind).values():
+                names |= {linear.name for role, linear in part.items() if role in chosen}
+    names |= {f"litgpt.{role}" for role in chosen}
+    return lambda name: name in names
 
 
 def _linears(facts: ModelFacts) -> Iterable[LinearShape]:
@@ -150,6 +178,7 @@ def _layer_unit(
     quantised = 0.0
     matrices = []
     linears = {linear.name: linear for linear in kind.linears}
+    roles = roles_of(kind)["attention"]
     for name, shape in kind.parameters:
         numel = math.prod(shape)
         owner = linears.get(name.removesuffix(".weight")) or linears.get(name)
@@ -176,7 +205,12 @@ def _layer_unit(
                 matrices.append((numel // shape[-1], shape[-1]))
         else:
             frozen += numel
-        if owner is not None and method.kind == "lora" and as_linear and _expert_targeted(owner, targeted):
+        is_packed = owner is not None and job.framework.name == "litgpt" and roles.get("qkv") is owner
+        if is_packed and owner is not None and kind.attention is not None and method.kind == "lora":
+            widths = (kind.attention.query_width, kind.attention.key_width, kind.attention.value_width)
+            chosen = [width for role, width in zip("qkv", widths, strict=True) if targeted(f"litgpt.{role}")]
+            adapter += method.rank * (len(chosen) * owner.in_features + sum(chosen)) * (len(shape) > 1)
+        elif owner is not None and method.kind == "lora" and as_linear and _expert_targeted(owner, targeted):
             pairs = owner.experts
             pair = method.rank * (owner.in_features + owner.out_features)
             adapter += pairs * (pair // share if is_expert else pair)
@@ -240,9 +274,14 @@ def _outer_unit(
         adapter = job.method.rank * (facts.hidden + facts.vocab)
         tensors += 2
     saved = which in ("head", "embedding") and any(
-        word in ("lm_head", "embed_tokens", "head", "embeddings", "wte", "embed_out") and (word in ("lm_head", "head", "embed_out")) == (which == "head")
+        word in ("lm_head", "embed_tokens", "head", "embeddings", "wte", "embed_out")
+        and (word in ("lm_head", "head", "embed_out")) == (which == "head")
         for word in job.method.modules_to_save
     )
+    if which == "head" and resolved.quantises_head and not full:
+        quantised_as = _quantisation(job)
+        assert quantised_as is not None
+        return Unit(which, 0, 0, adapter, round(numel * QUANTISED_BYTES[quantised_as]), numel, 0, (), 0, tensors)
     if saved:
         return Unit(which, numel, numel, adapter, 0, 0, largest, tuple(matrices), 0, tensors)
     if full:
@@ -250,9 +289,11 @@ def _outer_unit(
     return Unit(which, 0, numel, adapter, 0, 0, 0, (), 0, tensors)
 
 
-def optimizer_nbytes(unit: Unit, facts: OptimizerFacts, trained_share: float, adapter_share: float) -> float:
+def optimizer_nbytes(
+    unit: Unit, facts: OptimizerFacts, trained_share: float, adapter_share: float, expert_share: float = 1.0
+) -> float:
     """State and master of one unit on one rank, in bytes; shares: 1 / ranks over which each is split."""
-    trained = unit.trained_numel * trained_share
+    trained = (unit.trained_numel - unit.expert_numel) * trained_share + unit.expert_numel * expert_share
     adapters = unit.adapter_numel * adapter_share
     if facts.per_row or facts.per_column:
         small = sum(4 * (facts.per_row * rows + facts.per_column * columns) for rows, columns in unit.matrices)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from overspill.forecast.layers import parts
-from overspill.forecast.layers.moe import mixture
+from overspill.forecast.layers import litgpt, megatron, torch_native, transformers
 from overspill.forecast.layers.parts import Layer
 from overspill.forecast.layers.roles import roles_of
-from overspill.forecast.layers.style import Style
-from overspill.forecast.tape import Category, Tape, Tensor, ops
+from overspill.forecast.layers.run import Run
+from overspill.forecast.tape import Category, Tape, Tensor
 from overspill.model.facts import LayerKind
 
 __all__ = ["LayerFigures", "Run", "layer_figures"]
@@ -28,7 +27,8 @@ class LayerFigures:
     backward, its output left out (that is the next layer's input). forward, recorded: the highest instants of a forward
     without and with recording. backward: of a backward that starts from what was kept; recomputed: of one in which the
     input and the recomputed output are held besides, as reentrant checkpointing does. gradients: parameters' gradients
-    that stay afterwards; at_peak: those of them that are there at the highest instant.
+    that stay afterwards; at_peak: those of them that are there at the highest instant. selected: what selective
+    checkpointing keeps: the input, attention's result, and every second matmul's (torchtitan's policy).
     """
 
     boundary_nbytes: int
@@ -40,27 +40,16 @@ class LayerFigures:
     recomputed_nbytes: int
     gradients_nbytes: int
     gradients_at_peak_nbytes: int
+    selected_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One rank's share of a micro-batch. trained, targeted: by a linear's or parameter's name inside the layer.
-
-    tensor: tensor-parallel ranks; sequence_parallel: the residual stream is split over them too.
-    """
-
-    style: Style
-    tokens: int
-    seq_len: int
-    trained: Callable[[str], bool]
-    targeted: Callable[[str], bool]
-    tensor: int = 1
-    sequence_parallel: bool = False
-    expert: int = 1
-    expert_tensor: int = 1
-    keeps_grads: bool = True
-    extra_saved_nbytes: int = 0
-    input_needs_grad: bool = True
+_CODES: dict[str, Callable[[Layer, LayerKind, Tensor, Run], Tensor]] = {
+    "transformers": transformers.forward,
+    "litgpt": litgpt.forward,
+    "torchtune": torch_native.forward,
+    "torchtitan": torch_native.forward,
+    "megatron": megatron.forward,
+}
 
 
 def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
@@ -78,6 +67,7 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
         shard=run.tensor if run.sequence_parallel else 1,
         keeps_grads=run.keeps_grads,
     )
+    forward_of = _CODES[run.style.code]
     memory = tape.memory
     rows = run.tokens // layer.shard
 
@@ -88,13 +78,13 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
     x = new_input()
     boundary = memory.total_nbytes
     memory.mark()
-    out = _forward(layer, kind, x, run)
+    out = forward_of(layer, kind, x, run)
     output = memory.total_nbytes - boundary
     forward = memory.peak_nbytes
     tape.grad_enabled = True
     del out
     memory.mark()
-    out = _forward(layer, kind, x, run)
+    out = forward_of(layer, kind, x, run)
     recorded = memory.peak_nbytes
     held, node, numel = out, out.node, out.numel
     recomputed, _, _ = _backward(tape, held, run)
@@ -103,7 +93,7 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
     assert memory.total_nbytes == 0 or node is not None
 
     tape = layer.tape
-    out = _forward(layer, kind, new_input(), run)
+    out = forward_of(layer, kind, new_input(), run)
     node = out.node
     stub = Tensor(None, numel, run.style.residual, node=node)
     del out
@@ -121,7 +111,23 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
         recomputed_nbytes=recomputed,
         gradients_nbytes=gradients,
         gradients_at_peak_nbytes=at_peak,
+        selected_nbytes=boundary + _selected(kind, run),
     )
+
+
+_MATMULS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def _selected(kind: LayerKind, run: Run) -> int:
+    """torchtitan's selective_ac_option "op" counts matmuls from one and keeps the odd ones' results."""
+    roles = roles_of(kind)
+    found = {**roles["attention"], **roles["mlp"]}
+    order = [found[role] for role in _MATMULS if role in found]
+    kept = sum(linear.out_features for number, linear in enumerate(order, start=1) if number % 2)
+    nbytes = run.tokens * kept * run.style.compute
+    if kind.attention is not None:
+        nbytes += run.tokens * (kind.attention.output_width * run.style.compute + 4 * kind.attention.heads)
+    return nbytes // run.tensor
 
 
 def _backward(tape: Tape, out: Tensor, run: Run) -> tuple[int, int, int]:
@@ -133,52 +139,3 @@ def _backward(tape: Tape, out: Tensor, run: Run) -> tuple[int, int, int]:
         tape.backward(out, grad)
         del grad
     return memory.peak_nbytes, memory.live[Category.GRADIENTS], memory.at_peak[Category.GRADIENTS]
-
-
-def _forward(layer: Layer, kind: LayerKind, x: Tensor, run: Run) -> Tensor:
-    tape = layer.tape
-    roles = roles_of(kind)
-    names = {part: {role: linear.name for role, linear in found.items()} for part, found in roles.items()}
-    sandwich = kind.norms > 2  # Gemma 2, 3: a norm before and after each part
-
-    def mlp(h: Tensor) -> Tensor:
-        if kind.moe is not None:
-            return mixture(layer, h, kind.moe, roles, run)
-        assert kind.mlp is not None
-        if kind.mlp.kind == "plain":
-            return parts.plain_mlp(layer, h, names["mlp"], kind.mlp.intermediate, kind.mlp.activation)
-        return parts.gated_mlp(layer, h, names["mlp"], kind.mlp.intermediate)
-
-    def attend(h: Tensor) -> Tensor:
-        assert kind.attention is not None
-        return parts.attention(layer, h, kind.attention, names["attention"])
-
-    def leave(h: Tensor) -> Tensor:
-        if kind.residual_scaled:
-            h = ops.scale(tape, h)
-        return ops.dropout(tape, h, kind.residual_dropout)
-
-    def norm(h: Tensor, name: str) -> Tensor:
-        return parts.norm(layer, h, name, kind.norm, kind.hidden)
-
-    residual = x
-    h = parts.enter(layer, norm(x, "norm_1"))
-    if kind.parallel_residual:
-        first = leave(parts.leave(layer, attend(h)))
-        h = h if kind.norms < 2 else parts.enter(layer, norm(x, "norm_2"))
-        second = leave(parts.leave(layer, mlp(h)))
-        return ops.add(tape, ops.add(tape, first, second), residual)
-    if kind.attention is not None:
-        h = parts.leave(layer, attend(h))
-        if sandwich:
-            h = norm(h, "norm_1_after")
-        h = ops.add(tape, residual, leave(h))
-        del residual
-        residual = h
-        if kind.mlp is None and kind.moe is None:
-            return h
-        h = parts.enter(layer, norm(h, "norm_2"))
-    h = parts.leave(layer, mlp(h))
-    if sandwich:
-        h = norm(h, "norm_2_after")
-    return ops.add(tape, residual, leave(h))

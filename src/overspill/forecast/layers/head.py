@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from overspill.forecast.layers import parts
-from overspill.forecast.layers.figures import Run
 from overspill.forecast.layers.parts import FP32, Layer
+from overspill.forecast.layers.run import Run
 from overspill.forecast.tape import Category, Parameter, Tape, Tensor, ops
 from overspill.model.facts import LinearShape, NormKind
 
@@ -25,10 +25,11 @@ __all__ = ["HeadFigures", "LossCode", "head_figures"]
 #: in_place: a kernel that writes the gradient over the logits it gets (Liger, Unsloth); prepared like ``shift``.
 #: fused_linear: the head's product is made in chunks inside the loss (Liger), gradients at once in forward.
 #: chunked: the head's output is whole, the upcast and the loss go chunk by chunk (torchtune's CEWithChunkedOutputLoss).
-#: vocab_parallel: Megatron's, in fp32 in place on a copy; ``te_fused``: TransformerEngine's, in place on the logits.
+#: split: head and loss run on a few rows at a time in the compute dtype, all logits and log-probabilities are kept
+#: (LitGPT's lm_head_chunk_size). vocab_parallel: Megatron's, in fp32 in place on a copy; ``te_fused``: TransformerEngine's, in place on the logits.
 LossCode = Literal[
     "upcast_all", "upcast_in_loss", "pad_labels", "native", "upcast", "in_place", "fused_linear", "chunked",
-    "vocab_parallel", "te_fused",
+    "split", "vocab_parallel", "te_fused",
 ]  # fmt: skip
 
 
@@ -36,7 +37,8 @@ LossCode = Literal[
 class HeadFigures:
     """Bytes above the stack: its output (the head's input) is included. kept: between forward and backward.
 
-    weight_grad: bytes of the head's gradient that stays. logits: of the highest instant, logits and the loss's own.
+    logits: of the highest instant, logits and the loss's own. gradients: of the head, that stay. held: logits that the
+    caller keeps while the layers go backward.
     """
 
     forward_nbytes: int
@@ -44,6 +46,7 @@ class HeadFigures:
     backward_nbytes: int
     logits_nbytes: int
     gradients_nbytes: int
+    held_nbytes: int = 0
 
 
 def head_figures(
@@ -89,7 +92,7 @@ def head_figures(
             logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
         box = [logits]
         del logits
-        loss, held = _loss(tape, box, code, shift, chunks, autocast=run.style.autocast)
+        loss, held = _loss(tape, box, code, shift, chunks, autocast=run.style.autocast, recomputes=run.style.compiled)
         if converts_outputs and held is not None and held.itemsize != FP32:
             held = tape.new(held.numel, FP32, Category.LOGITS)
     del h
@@ -97,6 +100,7 @@ def head_figures(
     forward_logits = memory.at_peak
     if not caller_holds_logits:
         held = None
+    held_nbytes = 0 if held is None or held.storage is None else held.storage.nbytes
     kept = memory.total_nbytes
     memory.mark()
     grad = tape.new(1, FP32)
@@ -110,6 +114,7 @@ def head_figures(
         backward_nbytes=memory.peak_nbytes,
         logits_nbytes=at_peak[Category.LOGITS],
         gradients_nbytes=memory.live[Category.GRADIENTS],
+        held_nbytes=held_nbytes,
     )
 
 
@@ -119,20 +124,21 @@ def _plain_head(layer: Layer) -> Parameter:
 
 
 def _loss(
-    tape: Tape, box: list[Tensor], code: LossCode, shift: LossCode, chunks: int, *, autocast: bool
+    tape: Tape, box: list[Tensor], code: LossCode, shift: LossCode, chunks: int, *, autocast: bool, recomputes: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The loss (a scalar), and the logits that the model returns. ``box`` holds the logits: they are taken out of it,
     so that nobody else keeps them."""
     if code == "in_place":
         prepared, _frame, held = _prepared(tape, box, shift)
         return _over_itself(tape, prepared), held
-    if code == "te_fused":
-        return _over_itself(tape, box.pop()), None
-    if code == "vocab_parallel":
+    if code in ("vocab_parallel", "te_fused"):
         return _over_itself(tape, ops.cast(tape, box.pop(), FP32)), None
+    if code == "split":
+        logits = box.pop()
+        return _split(tape, logits, chunks), logits
     if code == "chunked":
         logits = box.pop()
-        return _chunked(tape, logits, chunks), logits
+        return _chunked(tape, logits, chunks, recomputes=recomputes), None
     prepared, _frame, held = _prepared(tape, box, code)
     if code == "native" and autocast:
         prepared = ops.cast(tape, prepared, FP32)
@@ -191,23 +197,42 @@ def _cross_entropy(tape: Tape, logits: Tensor) -> Tensor:
     return tape.record((logits,), (log,), backward, tape.new(1, FP32))
 
 
-def _chunked(tape: Tape, logits: Tensor, chunks: int) -> Tensor:
-    """Each chunk upcast on its own; all chunks' log-probabilities stay until backward."""
-    numel, size = logits.numel // chunks, logits.itemsize
+def _chunked(tape: Tape, logits: Tensor, chunks: int, *, recomputes: bool) -> Tensor:
+    """Each chunk upcast on its own; its log-probabilities stay until backward, unless a compiled loss recomputes them.
+
+    Backward runs every chunk's loss before the head's products, so that all chunks' gradients are there at once, each
+    in the place of logits that are freed with it.
+    """
+    numel, size, storage = logits.numel, logits.itemsize, logits.storage
+    part = numel // chunks
     kept = []
     for _ in range(chunks):
-        wide = tape.new(numel, FP32, Category.LOGITS)
-        kept.append(tape.new(numel, FP32, Category.LOGITS))
-        del wide
+        wide = tape.new(part, FP32, Category.LOGITS)
+        log = tape.new(part, FP32, Category.LOGITS)
+        if not recomputes:
+            kept.append(log)
+        del wide, log
 
     def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
-        result = tape.new(numel * chunks, size, Category.LOGITS)
-        of_log = tape.new(numel, FP32, Category.LOGITS)
-        narrow = tape.new(numel, FP32, Category.LOGITS)
-        del of_log, narrow
-        return (result,)
+        wide = tape.new(part, FP32, Category.LOGITS)
+        narrow = tape.new(part, size, Category.LOGITS)
+        del wide, narrow
+        return (Tensor(storage, numel, size),)
 
-    return tape.record((logits,), tuple(kept), backward, tape.new(1, FP32))
+    return tape.record((logits,), (logits, *kept), backward, tape.new(1, FP32))
+
+
+def _split(tape: Tape, logits: Tensor, chunks: int) -> Tensor:
+    """Each piece's cross-entropy keeps its log-probabilities; going backward a piece at a time needs little."""
+    numel, size = logits.numel, logits.itemsize
+    kept = tape.new(numel, size, Category.LOGITS)
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        piece = tape.new(numel // chunks, size, Category.LOGITS)
+        del piece
+        return (Tensor(None, numel, size),)
+
+    return tape.record((logits,), (kept,), backward, tape.new(1, FP32))
 
 
 def _fused_linear(layer: Layer, h: Tensor, vocab: int) -> Tensor:

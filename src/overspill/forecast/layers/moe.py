@@ -13,7 +13,7 @@ from overspill.forecast.tape import Parameter, Tensor, ops
 from overspill.model.facts import LinearShape, MoeFacts
 
 if TYPE_CHECKING:
-    from overspill.forecast.layers.figures import Run
+    from overspill.forecast.layers.run import Run
 
 __all__ = ["mixture"]
 
@@ -21,9 +21,7 @@ __all__ = ["mixture"]
 _PIECES = 8
 
 
-def mixture(
-    layer: Layer, x: Tensor, moe: MoeFacts, roles: dict[str, dict[str, LinearShape]], run: Run
-) -> Tensor:
+def mixture(layer: Layer, x: Tensor, moe: MoeFacts, roles: dict[str, dict[str, LinearShape]], run: Run) -> Tensor:
     """sum over top-k of weight × expert(x), plus the shared expert."""
     tape, style, tokens = layer.tape, layer.style, layer.tokens
     hidden = x.numel // tokens

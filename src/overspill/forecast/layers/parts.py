@@ -13,7 +13,9 @@ from overspill.forecast.layers.style import Style
 from overspill.forecast.tape import Category, Parameter, Tape, Tensor, ops
 from overspill.model.facts import AttentionFacts, LinearShape
 
-__all__ = ["Layer", "attention", "enter", "gated_mlp", "leave", "linear", "norm", "plain_mlp"]
+__all__ = [
+    "Layer", "attention", "base_linear", "enter", "gated_mlp", "join", "leave", "linear", "norm", "plain_mlp", "repeat", "scores",
+]  # fmt: skip
 
 FP32 = 4
 INT64 = 8
@@ -76,6 +78,9 @@ def norm(layer: Layer, x: Tensor, name: str, kind: str, width: int) -> Tensor:
     out_size = FP32 if style.norm_fp32_output else x.itemsize
     if style.norm == "kernel":
         return ops.fused(tape, (x, weight), x.numel, out_size, saves=(x,), extra_saved_nbytes=FP32 * rows)
+    if style.norm == "composite" and kind != "layer":
+        # torch's rms_norm before 2.8: upcast, pow, mean, rsqrt, mul, type_as, mul
+        kind = "rms"
     if kind == "layer":
         source = ops.cast(tape, x, FP32) if style.autocast else x  # layer_norm is on autocast's fp32 list
         return ops.fused(
@@ -98,13 +103,13 @@ def norm(layer: Layer, x: Tensor, name: str, kind: str, width: int) -> Tensor:
 def linear(layer: Layer, x: Tensor, name: str, out_width: int) -> Tensor:
     """A linear module, quantised or not, with its adapter if it is targeted."""
     tape, style = layer.tape, layer.style
-    out = _base_linear(layer, x, name, out_width)
+    out = base_linear(layer, x, name, out_width)
     if style.adapter is None or not layer.targeted(name):
         return out
     return _with_adapter(layer, x, out, name, out_width)
 
 
-def _base_linear(layer: Layer, x: Tensor, name: str, out_width: int) -> Tensor:
+def base_linear(layer: Layer, x: Tensor, name: str, out_width: int) -> Tensor:
     tape, style = layer.tape, layer.style
     shape = layer.linears[name]
     weight = layer.parameter(name + ".weight", shape.in_features * shape.out_features // layer.split)
@@ -225,10 +230,10 @@ def attention(layer: Layer, x: Tensor, facts: AttentionFacts, names: dict[str, s
         q, k = _rotate(layer, q, share), _rotate(layer, k, share)
     q, k, v = (ops.cast(tape, one, style.compute) for one in (q, k, v))
     if style.repeat_kv and kv_heads < heads:
-        k = _repeat(tape, k, heads // kv_heads)
-        v = _repeat(tape, v, heads // kv_heads)
+        k = repeat(tape, k, heads // kv_heads)
+        v = repeat(tape, v, heads // kv_heads)
         kv_heads = heads
-    out = _scores(layer, q, k, v, facts, heads, kv_heads)
+    out = scores(layer, q, k, v, facts, heads, kv_heads)
     del q, k, v
     if facts.output_gate:
         gate = linear(layer, out, names["gate"], heads * facts.v_head_dim) if "gate" in names else out
@@ -258,13 +263,13 @@ def _latent(
     del low
     k_rope = _rotate(layer, k_rope)
     q_rope = _rotate(layer, tape.view(q, tokens * heads * rope))
-    q = _join(tape, (tape.view(q, tokens * heads * nope), q_rope))
-    k = _join(tape, (tape.view(kv, tokens * heads * nope), k_rope), tokens * heads * (nope + rope))
+    q = join(tape, (tape.view(q, tokens * heads * nope), q_rope))
+    k = join(tape, (tape.view(kv, tokens * heads * nope), k_rope), tokens * heads * (nope + rope))
     v = tape.view(kv, tokens * heads * value)
     return q, k, v
 
 
-def _join(tape: Tape, parts: tuple[Tensor, ...], numel: int | None = None) -> Tensor:
+def join(tape: Tape, parts: tuple[Tensor, ...], numel: int | None = None) -> Tensor:
     """cat, or writing into a fresh tensor: nothing saved; each part's gradient is a view or a small copy."""
     out_numel = sum(part.numel for part in parts) if numel is None else numel
     sizes = tuple((part.numel, part.itemsize) for part in parts)
@@ -275,7 +280,7 @@ def _join(tape: Tape, parts: tuple[Tensor, ...], numel: int | None = None) -> Te
     return tape.record(parts, (), backward, tape.new(out_numel, parts[0].itemsize))
 
 
-def _repeat(tape: Tape, x: Tensor, times: int) -> Tensor:
+def repeat(tape: Tape, x: Tensor, times: int) -> Tensor:
     """repeat_kv: expand and reshape, a copy; backward sums."""
     numel, size = x.numel, x.itemsize
 
@@ -285,9 +290,7 @@ def _repeat(tape: Tape, x: Tensor, times: int) -> Tensor:
     return tape.record((x,), (), backward, tape.new(x.numel * times, x.itemsize))
 
 
-def _scores(
-    layer: Layer, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts, heads: int, kv_heads: int
-) -> Tensor:
+def scores(layer: Layer, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts, heads: int, kv_heads: int) -> Tensor:
     tape, style, tokens = layer.tape, layer.style, layer.tokens
     out_numel = tokens * heads * facts.v_head_dim
     if style.attention in ("eager", "math"):
@@ -312,7 +315,7 @@ def _eager(
     """eager_attention_forward of transformers: scores, softmax in fp32, cast, dropout, values."""
     tape, tokens = layer.tape, layer.tokens
     if kv_heads < heads:
-        k, v = _repeat(tape, k, heads // kv_heads), _repeat(tape, v, heads // kv_heads)
+        k, v = repeat(tape, k, heads // kv_heads), repeat(tape, v, heads // kv_heads)
     pairs = tokens * heads * layer.seq_len
     scores = ops.scale(tape, ops.matmul(tape, q, k, pairs))
     if facts.softcap:
@@ -343,10 +346,17 @@ def gated_mlp(layer: Layer, x: Tensor, names: dict[str, str], intermediate: int)
     else:
         gate = linear(layer, x, names["gate"], width)
         up = None
-    if style.mlp == "recompute":
+    if style.mlp in ("recompute", "kernel_pair"):
         up = up if up is not None else linear(layer, x, names["up"], width)
         del x
-        inner = ops.fused(tape, (gate, up), numel, gate.itemsize, saves=(gate, up), in_place_grads=2)
+        inner = ops.fused(
+            tape,
+            (gate, up),
+            numel,
+            gate.itemsize,
+            saves=(gate, up),
+            in_place_grads=2 if style.mlp == "recompute" else 0,
+        )
         del gate, up
     else:
         active = ops.silu(tape, gate)
@@ -369,7 +379,7 @@ def plain_mlp(layer: Layer, x: Tensor, names: dict[str, str], intermediate: int,
     del x
     if activation == "relu":
         inner = ops.elementwise(tape, inner, saves_output=True)
-    elif activation in _PYTHON_ACTIVATIONS:
+    elif activation in _PYTHON_ACTIVATIONS and layer.style.code == "transformers":
         cube = ops.elementwise(tape, inner, saves_input=True)
         inner = ops.mul(tape, inner, ops.scale(tape, ops.elementwise(tape, cube, saves_output=True)))
         del cube

@@ -20,7 +20,17 @@ _MLP = {
     "fc_out": "down", "linear_fc2": "down", "gate_up_proj": "gate_up", "proj_1": "up", "proj_2": "down",
     "input_linear": "gate_up", "output_linear": "down", "linear_1": "up", "linear_2": "down",
 }  # fmt: skip
-_MLP_PATHS = ("mlp", "ffn", "feed_forward", "block_sparse_moe", "experts", "intermediate", "fc", "DenseReluDense", "moe")
+_MLP_PATHS = (
+    "mlp",
+    "ffn",
+    "feed_forward",
+    "block_sparse_moe",
+    "experts",
+    "intermediate",
+    "fc",
+    "DenseReluDense",
+    "moe",
+)
 _CROSS_PATHS = ("EncDecAttention", "encoder_attn", "crossattention", "cross_attn")
 
 

@@ -13,7 +13,7 @@ __all__ = ["Adapter", "Style"]
 Norm = Literal["python", "composite", "kernel"]
 Rope = Literal["python", "complex", "in_place", "kernel", "none"]
 Attention = Literal["flash", "flash_aten", "eager", "math", "flex", "cudnn"]
-Mlp = Literal["python", "recompute", "kernel"]
+Mlp = Literal["python", "recompute", "kernel", "kernel_pair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Style:
     2.8 (the same chain inside ATen), ``kernel`` one that saves its input and a row's factor. repeat_kv: keys and values
     are copied to all heads before attention. rope ``complex``: through fp32 complex numbers (torchtitan, torchtune).
     mlp ``recompute``: the kernel saves gate and up alone and writes their gradients over them (Liger, Unsloth);
-    ``kernel``: gate and up side by side in one tensor, as Megatron's bias_swiglu. quantised: the base's dequantised copy lives
+    ``kernel``: gate and up side by side in one tensor, as Megatron's bias_swiglu; ``kernel_pair``: one generated kernel over both
+    (torch.compile), which keeps them and recomputes. quantised: the base's dequantised copy lives
     while it is used. reentrant: of checkpointing. grouped_experts: all
     experts in one grouped matmul, else one after the other. expert_linears: each expert's matrices are modules.
     """
@@ -47,7 +48,9 @@ class Style:
     compute: int
     weight: int
     autocast: bool = False
+    code: Literal["transformers", "litgpt", "torchtune", "torchtitan", "megatron"] = "transformers"
     norm: Norm = "python"
+    norm_fp32: bool = True
     norm_fp32_output: bool = False
     rope: Rope = "python"
     attention: Attention = "flash"
@@ -59,4 +62,5 @@ class Style:
     reentrant: bool = False
     flash_accumulates_fp32: bool = True
     grouped_experts: bool = False
+    compiled: bool = False
     expert_linears: bool = False

@@ -182,9 +182,7 @@ class Tape:
         if not needs:
             return out
         edges = tuple(
-            (one if one.trained else None)
-            if isinstance(one, Parameter)
-            else (one.node if one.requires_grad else None)
+            (one if one.trained else None) if isinstance(one, Parameter) else (one.node if one.requires_grad else None)
             for one in inputs
         )
         self._number += 1

@@ -223,7 +223,11 @@ def fused(
     def backward(tape: Tape, grad: Tensor) -> Sequence[Tensor | None]:
         scratch = tape.scratch(backward_scratch_nbytes) if backward_scratch_nbytes else None
         grads = [
-            (Tensor(kept[index].storage, numel, itemsize) if index < len(kept) else tape.new(numel, itemsize, Category.TEMPORARIES))  # fmt: skip
+            (
+                Tensor(kept[index].storage, numel, itemsize)
+                if index < len(kept)
+                else tape.new(numel, itemsize, Category.TEMPORARIES)
+            )  # fmt: skip
             if needs
             else None
             for index, (numel, itemsize, needs) in enumerate(sizes)
