@@ -16,7 +16,7 @@ from overspill.forecast.layers.run import Run
 from overspill.forecast.tape import Category, Tape, Tensor
 from overspill.model.facts import LayerKind
 
-__all__ = ["LayerFigures", "Run", "layer_figures"]
+__all__ = ["LayerFigures", "layer_figures", "run_layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,9 @@ _CODES: dict[str, Callable[[Layer, LayerKind, Tensor, Run], Tensor]] = {
 }
 
 
-def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
-    """Run one layer of ``kind``."""
-    tape = Tape()
-    layer = Layer(
+def layer_of(tape: Tape, kind: LayerKind, run: Run) -> Layer:
+    """What the parts of a layer need, on this tape."""
+    return Layer(
         tape=tape,
         style=run.style,
         tokens=run.tokens,
@@ -67,6 +66,17 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
         shard=run.tensor if run.sequence_parallel else 1,
         keeps_grads=run.keeps_grads,
     )
+
+
+def run_layer(tape: Tape, kind: LayerKind, x: Tensor, run: Run) -> Tensor:
+    """One layer's forward on ``tape``."""
+    return _CODES[run.style.code](layer_of(tape, kind, run), kind, x, run)
+
+
+def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
+    """Run one layer of ``kind`` alone."""
+    tape = Tape()
+    layer = layer_of(tape, kind, run)
     forward_of = _CODES[run.style.code]
     memory = tape.memory
     rows = run.tokens // layer.shard
@@ -92,7 +102,6 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
     tape.leaf_grads.clear()
     assert memory.total_nbytes == 0 or node is not None
 
-    tape = layer.tape
     out = forward_of(layer, kind, new_input(), run)
     node = out.node
     stub = Tensor(None, numel, run.style.residual, node=node)

@@ -15,7 +15,7 @@ from overspill.forecast.layers.run import Run
 from overspill.forecast.tape import Category, Parameter, Tape, Tensor, ops
 from overspill.model.facts import LinearShape, NormKind
 
-__all__ = ["HeadFigures", "LossCode", "head_figures"]
+__all__ = ["HeadFigures", "LossCode", "head_figures", "run_head"]
 
 #: upcast_all: logits become fp32 in the model's forward, the bf16 ones are dropped, and are shifted by a copy
 #: (transformers up to 4.45). upcast_in_loss: the caller keeps the bf16 logits, the loss makes fp32 ones and shifts
@@ -69,33 +69,13 @@ def head_figures(
     converts_outputs: the model's outputs are copied to fp32 when it returns (Accelerate with autocast).
     """
     tape = Tape()
-    shape = LinearShape("head", hidden, vocab)
-    layer = Layer(
-        tape=tape, style=run.style, tokens=run.tokens, seq_len=run.seq_len, trained=run.trained, targeted=run.targeted,
-        linears={"head": shape}, split=run.tensor, shard=run.tensor if run.sequence_parallel else 1,
-        keeps_grads=run.keeps_grads,
-    )  # fmt: skip
     memory = tape.memory
-    h = tape.leaf(run.tokens // layer.shard * hidden, run.style.residual, requires_grad=True)
-    h = parts.norm(layer, h, "final_norm", final_norm, hidden)
-    h = parts.enter(layer, h)
-    width = vocab // vocab_split
-    if code == "fused_linear":
-        loss = _fused_linear(layer, h, width)
-        held: Tensor | None = h
-    else:
-        plain = _plain_head(layer)
-        logits = ops.linear(tape, ops.cast(tape, h, run.style.compute), plain, run.tokens * width)
-        if scaled:
-            logits = ops.scale(tape, logits)
-        if softcap:
-            logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
-        box = [logits]
-        del logits
-        loss, held = _loss(tape, box, code, shift, chunks, autocast=run.style.autocast, recomputes=run.style.compiled)
-        if converts_outputs and held is not None and held.itemsize != FP32:
-            held = tape.new(held.numel, FP32, Category.LOGITS)
-    del h
+    rows = run.tokens // (run.tensor if run.sequence_parallel else 1)
+    leaf = [tape.leaf(rows * hidden, run.style.residual, requires_grad=True)]
+    loss, held = run_head(
+        tape, run, leaf, code=code, shift=shift, hidden=hidden, vocab=vocab, final_norm=final_norm, softcap=softcap,
+        scaled=scaled, converts_outputs=converts_outputs, chunks=chunks, vocab_split=vocab_split,
+    )  # fmt: skip
     forward = memory.peak_nbytes
     forward_logits = memory.at_peak
     if not caller_holds_logits:
@@ -118,18 +98,64 @@ def head_figures(
     )
 
 
+def run_head(
+    tape: Tape,
+    run: Run,
+    box_of_input: list[Tensor],
+    *,
+    code: LossCode,
+    shift: LossCode,
+    hidden: int,
+    vocab: int,
+    final_norm: NormKind,
+    softcap: bool,
+    scaled: bool,
+    converts_outputs: bool,
+    chunks: int,
+    vocab_split: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """(the loss, the logits that the model returns). The input is taken out of its box, so that nobody else keeps it."""
+    shape = LinearShape("head", hidden, vocab)
+    layer = Layer(
+        tape=tape, style=run.style, tokens=run.tokens, seq_len=run.seq_len, trained=run.trained, targeted=run.targeted,
+        linears={"head": shape}, split=run.tensor, shard=run.tensor if run.sequence_parallel else 1,
+        keeps_grads=run.keeps_grads,
+    )  # fmt: skip
+    h = parts.norm(layer, box_of_input.pop(), "final_norm", final_norm, hidden)
+    h = parts.enter(layer, h)
+    width = vocab // vocab_split
+    if code == "fused_linear":
+        loss = _fused_linear(layer, h, width)
+        held: Tensor | None = h
+    else:
+        plain = _plain_head(layer)
+        logits = ops.linear(tape, ops.cast(tape, h, run.style.compute), plain, run.tokens * width)
+        if scaled:
+            logits = ops.scale(tape, logits)
+        if softcap:
+            logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
+        box = [logits]
+        del logits
+        loss, held = _loss(tape, box, code, shift, chunks, autocast=run.style.autocast, recomputes=run.style.compiled, seq_len=run.seq_len)
+        if converts_outputs and held is not None and held.itemsize != FP32:
+            held = tape.new(held.numel, FP32, Category.LOGITS)
+    del h
+    return loss, held
+
+
 def _plain_head(layer: Layer) -> Parameter:
     shape = layer.linears["head"]
     return layer.parameter("head.weight", shape.in_features * shape.out_features // layer.split)
 
 
 def _loss(
-    tape: Tape, box: list[Tensor], code: LossCode, shift: LossCode, chunks: int, *, autocast: bool, recomputes: bool
+    tape: Tape, box: list[Tensor], code: LossCode, shift: LossCode, chunks: int, *, autocast: bool, recomputes: bool,
+    seq_len: int = 1 << 30,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss (a scalar), and the logits that the model returns. ``box`` holds the logits: they are taken out of it,
     so that nobody else keeps them."""
     if code == "in_place":
-        prepared, _frame, held = _prepared(tape, box, shift)
+        prepared, _frame, held = _prepared(tape, box, shift, seq_len)
         return _over_itself(tape, prepared), held
     if code in ("vocab_parallel", "te_fused"):
         return _over_itself(tape, ops.cast(tape, box.pop(), FP32)), None
@@ -139,14 +165,14 @@ def _loss(
     if code == "chunked":
         logits = box.pop()
         return _chunked(tape, logits, chunks, recomputes=recomputes), None
-    prepared, _frame, held = _prepared(tape, box, code)
+    prepared, _frame, held = _prepared(tape, box, code, seq_len)
     if code == "native" and autocast:
         prepared = ops.cast(tape, prepared, FP32)
         _is_logits(prepared)
     return _cross_entropy(tape, prepared), held
 
 
-def _prepared(tape: Tape, box: list[Tensor], code: LossCode) -> tuple[Tensor, Tensor, Tensor | None]:
+def _prepared(tape: Tape, box: list[Tensor], code: LossCode, seq_len: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """(what the loss gets, what its caller's frame holds meanwhile, what the model returns)."""
     logits = box.pop()
     if code == "native":
@@ -155,9 +181,9 @@ def _prepared(tape: Tape, box: list[Tensor], code: LossCode) -> tuple[Tensor, Te
     _is_logits(wide)
     if code == "upcast_all":
         del logits
-        return _copy(tape, wide), wide, wide
+        return _copy(tape, wide, seq_len), wide, wide
     if code == "upcast_in_loss":
-        return _copy(tape, wide), wide, logits
+        return _copy(tape, wide, seq_len), wide, logits
     return wide, wide, logits
 
 
@@ -176,11 +202,14 @@ def _is_logits(tensor: Tensor) -> None:
         tensor.storage.move_to(Category.LOGITS)
 
 
-def _copy(tape: Tape, x: Tensor) -> Tensor:
+def _copy(tape: Tape, x: Tensor, seq_len: int) -> Tensor:
     """``x[..., :-1, :].contiguous()``: its gradient is written into a fresh tensor of zeros (slice_backward)."""
-    out = ops.elementwise(tape, x)
-    _is_logits(out)
-    return out
+    numel, size = x.numel, x.itemsize
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        return (tape.new(numel, size, Category.LOGITS),)
+
+    return tape.record((x,), (), backward, tape.new(numel - numel // seq_len, size, Category.LOGITS))
 
 
 def _cross_entropy(tape: Tape, logits: Tensor) -> Tensor:

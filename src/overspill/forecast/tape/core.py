@@ -35,9 +35,12 @@ class Category(IntEnum):
 class Memory:
     """Live bytes by category, and the highest total since the last `mark`."""
 
-    __slots__ = ("at_peak", "live", "peak_nbytes", "total_nbytes")
+    __slots__ = ("at_peak", "count", "live", "log", "peak_nbytes", "total_nbytes")
 
     def __init__(self) -> None:
+        #: With a list here every allocation is written down: (block, nbytes) when it comes, (block, 0) when it goes.
+        self.log: list[tuple[int, int]] | None = None
+        self.count = 0
         self.live = [0] * len(Category)
         self.total_nbytes = 0
         self.mark()
@@ -47,26 +50,32 @@ class Memory:
         self.peak_nbytes = self.total_nbytes
         self.at_peak = list(self.live)
 
-    def add(self, category: int, nbytes: int) -> None:
+    def add(self, category: int, nbytes: int) -> int:
+        self.count += 1
+        if self.log is not None:
+            self.log.append((self.count, nbytes))
         self.live[category] += nbytes
         self.total_nbytes += nbytes
         if self.total_nbytes > self.peak_nbytes:
             self.peak_nbytes = self.total_nbytes
             self.at_peak = list(self.live)
+        return self.count
 
-    def give_back(self, category: int, nbytes: int) -> None:
+    def give_back(self, category: int, nbytes: int, block: int) -> None:
+        if self.log is not None:
+            self.log.append((block, 0))
         self.live[category] -= nbytes
         self.total_nbytes -= nbytes
 
 
 class _Storage:
-    __slots__ = ("category", "memory", "nbytes", "owners")
+    __slots__ = ("block", "category", "memory", "nbytes", "owners")
 
     def __init__(self, memory: Memory, nbytes: int, category: int) -> None:
         self.memory, self.category = memory, category
         self.nbytes = -(-nbytes // _ROUNDING_NBYTES) * _ROUNDING_NBYTES
         self.owners = 0
-        memory.add(category, self.nbytes)
+        self.block = memory.add(category, self.nbytes)
 
     def move_to(self, category: int) -> None:
         self.memory.live[self.category] -= self.nbytes
@@ -74,7 +83,7 @@ class _Storage:
         self.category = category
 
     def __del__(self) -> None:
-        self.memory.give_back(self.category, self.nbytes)
+        self.memory.give_back(self.category, self.nbytes, self.block)
 
 
 class Tensor:
@@ -150,6 +159,11 @@ class Tape:
         self.grad_enabled = True
         self.leaf_grads: list[Tensor] = []
         self._number = 0
+
+    def next_number(self) -> int:
+        """A sequence number, as each recorded operation gets one."""
+        self._number += 1
+        return self._number
 
     def new(self, numel: int, itemsize: int, category: int = Category.ACTIVATIONS) -> Tensor:
         """A fresh tensor without history."""

@@ -1,0 +1,209 @@
+"""A step's allocations in order, for the allocator's replay: what it will hold (reserved) against what is alive.
+
+The whole step runs on one tape with its log on: weights as they rest, every layer's forward, the loss, every layer's
+recomputation and backward, the optimizer. Two steps, since optimizer state is born in the holes that the first backward
+leaves. Without checkpointing the layers' graphs are kept until backward. The replay: forecast/allocator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from overspill.forecast.device.settings import Resolved
+from overspill.forecast.device.states import Unit, Units
+from overspill.forecast.events import Event, Kind
+from overspill.forecast.layers import head as heads
+from overspill.forecast.layers.figures import run_layer
+from overspill.forecast.layers.run import Run
+from overspill.forecast.tape import Category, Memory, Node, Tape, Tensor
+from overspill.model.facts import LayerKind, ModelFacts
+
+__all__ = ["step_events"]
+
+_INT64 = 8
+#: The tensors that a layer's weights, and its optimizer state, are laid out in: a typical decoder layer has so many
+#: matrices. It decides into how many segments they fall, and so the rounding.
+_MATRICES = 7
+
+
+class _Stream:
+    """One rank's step, written down."""
+
+    def __init__(self, facts: ModelFacts, units: Units, resolved: Resolved, run_of: Callable[[LayerKind], Run]) -> None:
+        self.facts, self.units, self.resolved, self.run_of = facts, units, resolved, run_of
+        self.memory = Memory()
+        self.memory.log = []
+        self.tape = Tape(self.memory)
+        self.layers = [(kind, unit) for kind, count, unit in units.layers for _ in range(count)]
+        sharding = resolved.sharding
+        self.weight_share = 1 / sharding.ranks if sharding.splits_weights else 1.0
+        self.state_share = 1 / sharding.ranks if sharding.splits_optimizer else 1.0
+        self.kept: list[Tensor] = []
+        self.state: list[Tensor] = []
+        self.arrived: list[Tensor] = []
+        every = resolved.checkpoint_every
+        self.checkpointed = [
+            resolved.checkpointing != "none" and number % every == 0 for number in range(len(self.layers))
+        ]
+
+    def run(self, steps: int) -> list[Event]:
+        self._load()
+        for step in range(steps):
+            self._step(first=step == 0)
+        log = self.memory.log
+        assert log is not None
+        return [Event(Kind.MALLOC if nbytes else Kind.FREE, block, nbytes) for block, nbytes in log]
+
+    def _load(self) -> None:
+        resolved, tape = self.resolved, self.tape
+        for _, unit in self.layers:
+            nbytes = (
+                unit.frozen_numel * resolved.frozen_itemsize
+                + unit.trained_numel * resolved.trained_itemsize
+                + unit.quantised_nbytes
+            ) * self.weight_share
+            self.kept += [tape.scratch(int(nbytes / _MATRICES)) for _ in range(_MATRICES)]
+            if unit.adapter_numel:
+                self.kept.append(tape.scratch(int(unit.adapter_numel * resolved.adapter_itemsize * self.weight_share)))
+        for unit in self._outer():
+            size = resolved.trained_itemsize if unit.trained_numel else resolved.frozen_itemsize
+            nbytes = (unit.trained_numel + unit.frozen_numel) * size + unit.quantised_nbytes
+            if nbytes:
+                self.kept.append(tape.scratch(int(nbytes * self.weight_share)))
+        self.kept.append(tape.scratch(resolved.workspace_nbytes // 2))
+
+    def _outer(self) -> tuple[Unit, Unit, Unit]:
+        return (self.units.embedding, self.units.head, self.units.root)
+
+    def _gather(self, unit: Unit) -> Tensor | None:
+        sharding = self.resolved.sharding
+        if not sharding.splits_weights:
+            return None
+        return self.tape.new(unit.numel * sharding.gathered_itemsize + unit.quantised_nbytes, 1, Category.COMMUNICATION)
+
+    def _sink(self, tape: Tape, grad: Tensor) -> tuple[()]:
+        self.arrived.append(Tensor(grad.storage, grad.numel, grad.itemsize))
+        return ()
+
+    def _as_leaf(self, x: Tensor) -> Tensor:
+        leaf = Tensor(x.storage, x.numel, x.itemsize, requires_grad=True)
+        leaf.node = Node(self.tape.next_number(), (), (), self._sink)
+        return leaf
+
+    def _step(self, *, first: bool) -> None:
+        tape, resolved = self.tape, self.resolved
+        tokens = resolved.tokens
+        inputs = tape.scratch(4 * _INT64 * tokens)
+        root = self._gather(self._root_unit())
+        h = tape.new(tokens * self.facts.hidden, self.run_of(self.layers[0][0]).style.residual)
+        graphs: list[tuple[Tensor, Tensor | None]] = []
+        for number, (kind, unit) in enumerate(self.layers):
+            gathered = self._gather(unit)
+            source = self._as_leaf(h)
+            tape.grad_enabled = not self.checkpointed[number]
+            out = run_layer(tape, kind, source, self.run_of(kind))
+            tape.grad_enabled = True
+            graphs.append((h, None) if self.checkpointed[number] else (Tensor(None, h.numel, h.itemsize), out))
+            h = Tensor(out.storage, out.numel, out.itemsize)
+            del gathered, source, out
+        grad = self._loss(h, first=first)
+        del h
+        retained: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for kind, unit in reversed(self.layers):
+            boundary, kept_out = graphs.pop()
+            gathered = self._gather(unit)
+            if kept_out is None:
+                kept_out = run_layer(tape, kind, self._as_leaf(boundary), self.run_of(kind))
+            self.arrived.clear()
+            if kept_out.node is not None:
+                tape.backward(kept_out, grad)
+            if self.arrived:
+                grad = self.arrived.pop()
+            if resolved.sharding.retains_inputs:
+                retained += [boundary, grad]
+            trained = unit.trained_numel + unit.adapter_numel
+            if trained and not (resolved.gradients_at_rest or resolved.update_in_backward):
+                share = 1 / resolved.sharding.ranks if resolved.sharding.splits_gradients else 1.0
+                if resolved.sharding.splits_gradients:
+                    whole = tape.scratch(trained * resolved.sharding.gathered_itemsize)
+                    gradients.append(tape.scratch(int(trained * share * resolved.gradient_itemsize)))
+                    del whole
+                elif unit.trained_numel:
+                    gradients.append(tape.scratch(int(trained * share * resolved.gradient_itemsize)))
+            del boundary, kept_out, gathered
+        del grad, root, inputs
+        retained.clear()
+        self._update(first=first)
+        gradients.clear()
+
+    def _root_unit(self) -> Unit:
+        outer = self._outer()
+        return Unit(
+            "root",
+            sum(unit.trained_numel for unit in outer),
+            sum(unit.frozen_numel for unit in outer),
+            0,
+            sum(unit.quantised_nbytes for unit in outer),
+            0,
+            0,
+        )
+
+    def _loss(self, h: Tensor, *, first: bool) -> Tensor:
+        """Forward's end and the loss's backward; the gradient of the last layer's output."""
+        resolved, tape, facts = self.resolved, self.tape, self.facts
+        shape = Tensor(None, h.numel, h.itemsize)
+        if facts.head is None:
+            return tape.new(shape.numel, shape.itemsize, Category.TEMPORARIES)
+        leaf = [self._as_leaf(h)]
+        del h
+        loss, held = heads.run_head(
+            tape,
+            self.run_of(self.layers[-1][0]),
+            leaf,
+            code=resolved.loss,
+            shift=resolved.logits,
+            hidden=facts.hidden,
+            vocab=facts.vocab,
+            final_norm=facts.text.final_norm,
+            softcap=facts.logits_softcap is not None,
+            scaled=facts.logits_scaled,
+            converts_outputs=resolved.converts_outputs,
+            chunks=resolved.loss_chunks,
+            vocab_split=resolved.tensor if resolved.loss_parallel else 1,
+        )
+        if not resolved.caller_holds_logits:
+            held = None
+        if first:
+            self.kept.append(tape.scratch(resolved.workspace_nbytes // 2))  # the backward's thread has its own
+        self.arrived.clear()
+        if loss.node is not None:
+            tape.backward(loss, tape.new(1, 4))
+        del loss, held
+        return self.arrived.pop() if self.arrived else tape.new(shape.numel, shape.itemsize, Category.TEMPORARIES)
+
+    def _update(self, *, first: bool) -> None:
+        optimizer, tape = self.resolved.optimizer, self.tape
+        if first and optimizer.on_device:
+            for unit in [unit for _, unit in self.layers] + list(self._outer()):
+                trained = (unit.trained_numel + unit.adapter_numel) * self.state_share
+                nbytes = int(trained * (optimizer.state + optimizer.master) / (2 * _MATRICES))
+                if nbytes:
+                    self.state += [tape.scratch(nbytes) for _ in range(2 * _MATRICES)]
+        if optimizer.step and not self.resolved.update_in_backward:
+            temporaries = []
+            for unit in [unit for _, unit in self.layers] + list(self._outer()):
+                trained = (unit.trained_numel + unit.adapter_numel) * self.state_share
+                nbytes = int(trained * optimizer.step / _MATRICES)
+                if nbytes:
+                    temporaries += [tape.scratch(nbytes) for _ in range(_MATRICES)]
+            del temporaries
+
+
+def step_events(
+    facts: ModelFacts, units: Units, resolved: Resolved, run_of: Callable[[LayerKind], Run], *, steps: int = 2
+) -> list[Event]:
+    """The events of ``steps`` steps from a fresh process on."""
+    return _Stream(facts, units, resolved, run_of).run(steps)
+
+
