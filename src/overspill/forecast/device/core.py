@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from overspill.errors import OverspillError
 from overspill.forecast.device.frameworks import resolve
+from overspill.forecast.device.offload import off_device_nbytes
 from overspill.forecast.device.phases import Instant, Resting, instants, resting
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units, build_units, targets_of
@@ -14,7 +16,7 @@ from overspill.job import Job
 from overspill.model import ModelShape
 from overspill.model.facts import LayerKind, ModelFacts
 
-__all__ = ["Rank", "forecast_ranks"]
+__all__ = ["Rank", "forecast_ranks", "run_of_rank"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class Rank:
     units: Units
     rest: Resting
     instants: tuple[Instant, ...]
+    host_pinned_nbytes: int = 0
+    host_pageable_nbytes: int = 0
+    disk_nbytes: int = 0
 
     @property
     def peak(self) -> Instant:
@@ -59,6 +64,21 @@ def _rank(job: Job, facts: ModelFacts, resolved: Resolved, stage: int, stages: i
             embedding=units.embedding if stage == 0 else nothing,
             head=units.head if stage == stages - 1 else nothing,
         )
+    host_pinned, host_pageable, disk = off_device_nbytes(job, units, resolved)
+    return Rank(
+        stage,
+        resolved,
+        units,
+        resting(units, resolved),
+        tuple(instants(facts, units, resolved, run_of_rank(job, facts, resolved), stage)),
+        host_pinned_nbytes=host_pinned,
+        host_pageable_nbytes=host_pageable,
+        disk_nbytes=disk,
+    )
+
+
+def run_of_rank(job: Job, facts: ModelFacts, resolved: Resolved) -> Callable[[LayerKind], Run]:
+    """How a rank runs a layer of a kind."""
     targeted = targets_of(job, facts)
     full = job.method.kind == "full"
     keeps = not (resolved.sharding.splits_gradients or resolved.update_in_backward or resolved.gradients_at_rest)
@@ -77,9 +97,7 @@ def _rank(job: Job, facts: ModelFacts, resolved: Resolved, stage: int, stages: i
             keeps_grads=keeps,
         )
 
-    return Rank(
-        stage, resolved, units, resting(units, resolved), tuple(instants(facts, units, resolved, run_of, stage))
-    )
+    return run_of
 
 
 def _counts(facts: ModelFacts, stage: int, stages: int) -> dict[str, int]:

@@ -1,0 +1,114 @@
+"""From what is alive to what the card shows: the allocator's holdings, the context, communicators; and the interval.
+
+Reserved: the replay of the step's allocations (stream.py) through the allocator's model. nvidia-smi: reserved plus the
+context and, with several ranks, NCCL's communicators (catalog/overheads.toml, each size with its source). Low: the
+replay under the card's capacity, the smallest context; high: the replay without one, the largest, and fragmentation by
+streams where collectives run beside the computation. docs/theory/reserved.md derives both, and says what is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from overspill.catalog.overheads import context, nccl_communicator
+from overspill.forecast.allocator import replay
+from overspill.forecast.allocator_settings import AllocatorSettings
+from overspill.forecast.device.settings import Resolved
+from overspill.forecast.events import Event
+
+__all__ = ["Range", "Shown", "probability_above", "shown"]
+
+#: Communicators that a process makes beside the world's: one for each kind of group that it is in.
+_WORLD = 1
+#: What is uncertain of allocated itself: batches that differ from the one forecast, kernels of another version.
+#: Source: the scoreboard's 90th percentile of |error|, docs/scoreboard.md.
+ALLOCATED_SPREAD = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes: likely, and a 90 % interval."""
+
+    low: int
+    likely: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The three figures. constrained: what the job needs when the allocator must give back what it caches."""
+
+    allocated: Range
+    reserved: Range
+    smi: Range
+    constrained: Range
+
+
+def shown(
+    allocated_nbytes: int,
+    events: list[Event],
+    resolved: Resolved,
+    *,
+    capacity_nbytes: int | None,
+    alloc_conf: str = "",
+    torch: str | None = None,
+) -> Shown:
+    """The figures of one rank. capacity_nbytes: what the runtime offers, less what others hold; None: not known.
+
+    Raises OverspillError OVS101, OVS102 for an alloc_conf that torch would refuse.
+    """
+    settings = AllocatorSettings.parse(alloc_conf)
+    free = replay(events, settings)
+    # The closed form counts what the stream leaves out (gradients in flight, gathered units): the larger is right.
+    scale = max(1.0, allocated_nbytes / max(1, free.allocated_peak_nbytes))
+    likely = round(free.reserved_peak_nbytes * scale)
+    bare = context(torch=torch)
+    communicators = _communicators(resolved)
+    one = nccl_communicator()
+    low_extra, high_extra = bare.low_nbytes, bare.high_nbytes
+    if communicators:
+        low_extra += one.low_nbytes
+        high_extra += communicators * one.high_nbytes
+    if capacity_nbytes is not None:
+        likely = max(allocated_nbytes, min(likely, capacity_nbytes - low_extra))
+    streams = _stream_nbytes(resolved, likely - allocated_nbytes, allocated_nbytes)
+    high = round(likely * (1 + ALLOCATED_SPREAD)) + streams
+    low = round(max(allocated_nbytes, likely * (1 - ALLOCATED_SPREAD)))
+    middle = (low_extra + high_extra) // 2
+    reserved = Range(low, likely + streams // 2, high)
+    smi = Range(low + low_extra, reserved.likely + middle, high + high_extra)
+    if capacity_nbytes is not None:
+        reserved = _capped(reserved, capacity_nbytes - low_extra)
+        smi = _capped(smi, capacity_nbytes)
+    spread = round(allocated_nbytes * ALLOCATED_SPREAD)
+    allocated = Range(allocated_nbytes - spread, allocated_nbytes, allocated_nbytes + spread)
+    constrained = Range(allocated.low + low_extra, allocated.likely + middle, allocated.high + high_extra)
+    return Shown(allocated, reserved, smi, constrained)
+
+
+def _capped(one: Range, capacity: int) -> Range:
+    return Range(min(one.low, capacity), min(one.likely, capacity), max(min(one.high, capacity), min(one.likely, capacity)))
+
+
+def _communicators(resolved: Resolved) -> int:
+    groups = [resolved.sharding.ranks, resolved.tensor, resolved.context, resolved.expert, resolved.pipeline]
+    return 0 if all(size == 1 for size in groups) else _WORLD + sum(size > 1 for size in groups[1:])
+
+
+def _stream_nbytes(resolved: Resolved, cached: int, allocated: int) -> int:
+    """Blocks that a collective's stream still uses when their owner lets go (record_stream) cannot be reused at once:
+    at worst as much again as the transient part has cached."""
+    if not resolved.sharding.splits_weights:
+        return 0
+    return max(cached, allocated // 10)
+
+
+def probability_above(one: Range, limit: int) -> float:
+    """The probability that the figure exceeds ``limit``: a normal curve of which the interval holds 90 %."""
+    half = (one.high - one.low) / 2
+    if half <= 0:
+        return float(one.likely > limit)
+    sigma = half / 1.645
+    centre = (one.high + one.low) / 2
+    return 0.5 * math.erfc((limit - centre) / (sigma * math.sqrt(2)))
