@@ -1,6 +1,6 @@
-"""ModelShape: the parameters of a model and the facts of its decoder, without the model.
+"""ModelShape: the parameters of a model and the facts of its layers, without the model.
 
-From config.json for the families that families.py knows, or from the names and shapes of a live module for any
+From config.json for the families that families/ knows, or from the names and shapes of a live module for any
 other. It holds no tensors and downloads nothing. A shape made from a config and one read off the module are equal
 in names, shapes and order; a test says so for every family.
 """
@@ -18,7 +18,9 @@ from typing import Any, Self
 from overspill.errors import OverspillError
 from overspill.files import parse_json
 from overspill.model.blocks import Block, find_blocks
-from overspill.model.families import FAMILIES, DecoderFacts, decoder_of
+from overspill.model.facts import ModelFacts
+from overspill.model.families import FAMILIES, build_family
+from overspill.model.summary import DecoderFacts, decoder_facts
 
 __all__ = ["ModelShape", "ParameterShape", "read_config"]
 
@@ -40,15 +42,17 @@ class ParameterShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's parameters in forward order of definition, and what is known of its decoder.
+    """A model's parameters in forward order of definition, and what is known of its layers.
 
-    family: config.json's model_type; "module" for a shape read off a live module, whose decoder facts are unknown.
+    family: config.json's model_type; "module" for a shape read off a live module. facts: None where the family is not
+    known. decoder: what the CPU formulas need, where they hold. max_positions: the longest sequence, if there is one.
     """
 
     family: str
     parameters: tuple[ParameterShape, ...]
     decoder: DecoderFacts | None = None
     max_positions: int | None = None
+    facts: ModelFacts | None = None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -57,8 +61,8 @@ class ModelShape:
         Raises OverspillError OVS201 for a family that is not known or a config that lacks a size.
         """
         family = str(config.get("model_type", ""))
-        decoder = decoder_of(family, config)
-        if decoder is None:
+        built = build_family(config)
+        if built is None:
             raise OverspillError(
                 "OVS201",
                 f"The shapes of model family {family!r} are not known, so it cannot be forecast from its config alone.",
@@ -69,9 +73,10 @@ class ModelShape:
             )
         return cls(
             family=family,
-            parameters=_in_blocks(decoder.parameters, decoder.tied),
-            decoder=decoder.facts,
-            max_positions=decoder.max_positions,
+            parameters=_in_blocks(built.parameters, built.facts.tied),
+            decoder=decoder_facts(built.facts),
+            max_positions=built.facts.max_positions,
+            facts=built.facts,
         )
 
     @classmethod
@@ -80,14 +85,15 @@ class ModelShape:
     ) -> Self:
         """The shape of any module, from (name, shape) in ``named_parameters()`` order, ties left out.
 
-        config: its config.json, if it has one; gives the decoder facts where the family is known.
+        config: its config.json, if it has one; gives the facts where the family is known.
         """
-        decoder = decoder_of(str(config.get("model_type", "")), config) if config else None
+        built = build_family(config) if config else None
         return cls(
             family="module",
             parameters=_in_blocks([(name, tuple(shape)) for name, shape in parameters], {}),
-            decoder=decoder.facts if decoder else None,
-            max_positions=decoder.max_positions if decoder else None,
+            decoder=decoder_facts(built.facts) if built else None,
+            max_positions=built.facts.max_positions if built else None,
+            facts=built.facts if built else None,
         )
 
     def freeze(self, patterns: Sequence[str]) -> Self:
@@ -121,6 +127,11 @@ class ModelShape:
     @property
     def total_numel(self) -> int:
         return sum(parameter.numel for parameter in self.owned)
+
+    @property
+    def active_numel(self) -> int:
+        """Elements that one token passes; fewer than total_numel for a mixture of experts."""
+        return self.total_numel if self.facts is None else self.facts.active_numel
 
     @property
     def trainable_numel(self) -> int:
