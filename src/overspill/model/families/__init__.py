@@ -16,6 +16,7 @@ from overspill.model.config import Config
 from overspill.model.families.classic import CLASSIC
 from overspill.model.families.encoders import ENCODERS
 from overspill.model.families.llama_line import decoder
+from overspill.model.families.multimodal import MULTIMODAL, NESTED
 from overspill.model.families.seq2seq import SEQ2SEQ
 from overspill.model.families.styles import STYLES
 
@@ -26,10 +27,11 @@ FAMILIES: Final[dict[str, Callable[[Config], Built]]] = {
     **CLASSIC,
     **ENCODERS,
     **SEQ2SEQ,
+    **MULTIMODAL,
 }
 
 #: Configuration classes whose defaults are read: the families, and what stands inside vision-language configs.
-CONFIG_TYPES: Final = frozenset(FAMILIES)
+CONFIG_TYPES: Final = frozenset({*FAMILIES, *NESTED})
 
 
 def build_family(config: dict[str, Any]) -> Built | None:

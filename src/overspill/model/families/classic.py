@@ -239,7 +239,7 @@ def _bloom(config: Config) -> Built:
 
 def _mpt(config: Config) -> Built:
     hidden, heads = config.number("d_model"), config.number("n_heads")
-    width, table = config.integer("expansion_ratio", 4) * hidden, config.get("attn_config", {})
+    width, table = 4 * hidden, config.get("attn_config", {})  # transformers reads no expansion_ratio
     attention = AttentionFacts(
         heads=heads, kv_heads=heads, head_dim=hidden // heads, v_head_dim=hidden // heads, alibi=True, fused_qkv=True,
         dropout=float(table.get("attn_pdrop", 0.0)) if isinstance(table, dict) else 0.0,
@@ -281,13 +281,13 @@ def _falcon(config: Config) -> Built:
         parts.linear("self_attention.dense", hidden, hidden, bias)
         parts.linear("mlp.dense_h_to_4h", hidden, width, bias).linear("mlp.dense_4h_to_h", width, hidden, bias)
         names = ("ln_attn", "ln_mlp") if two else ("input_layernorm",)
-        if not parallel and not new:
-            names = ("input_layernorm", "post_attention_layernorm")
+        if not parallel:
+            names = ("post_attention_layernorm", "input_layernorm")
         for name in names:
             parts.norm(name, hidden, bias=True)
         return _layer(
             parts, hidden, attention, MlpFacts("plain", width, activation_of(config), bias), norms=len(names),
-            parallel_residual=parallel or new, residual_dropout=config.ratio("hidden_dropout"),
+            parallel_residual=parallel, residual_dropout=config.ratio("hidden_dropout"),
         )  # fmt: skip
 
     assembly = Assembly()

@@ -112,7 +112,7 @@ def _qwen_next(config: Config) -> list[Signature]:
     every = config.integer("full_attention_interval", 4)
     kinds = _kinds(config, lambda i: "linear" if (i + 1) % every else "full")
     step, dense = config.integer("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or [])
-    some = config.integer("num_experts", 0) > 0
+    some = config.model_type != "qwen3_5_text" and config.integer("num_experts", 0) > 0
     return [(kind, kind != "linear", some and i not in dense and (i + 1) % step == 0) for i, kind in enumerate(kinds)]
 
 
@@ -245,7 +245,7 @@ STYLES: Final[dict[str, Style]] = {
     ),
     "deepseek_v2": Style(
         latent=True, mlp_bias="mlp_bias", layers=_dense_first,
-        experts=replace(_DEEPSEEK, scores="softmax"),
+        experts=replace(_DEEPSEEK, scores="softmax", shared_bias="mlp_bias"),
     ),
     "deepseek_v3": Style(latent=True, experts=_DEEPSEEK, layers=_dense_first),
     "llama4_text": Style(
