@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any, Final
 
 from overspill.errors import OverspillError
@@ -33,7 +33,7 @@ _STATED: Final = frozenset(
 
 @cache
 def _defaults() -> dict[str, dict[str, Any]]:
-    text = resources.files("overspill.model").joinpath("config_defaults.json").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("config_defaults.json").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = json.loads(text)
     return table
 
