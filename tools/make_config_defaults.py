@@ -57,9 +57,10 @@ def defaults_of(model_type: str) -> dict[str, Any]:
 
 
 def page() -> str:
-    from overspill.model.families import CONFIG_TYPES
+    from overspill.model.families import FAMILIES
+    from overspill.model.families.multimodal import NESTED
 
-    rows = [f"{json.dumps(name)}: {json.dumps(defaults_of(name))}" for name in sorted(CONFIG_TYPES)]
+    rows = [f"{json.dumps(name)}: {json.dumps(defaults_of(name))}" for name in sorted({*FAMILIES, *NESTED})]
     return "{\n" + ",\n".join(rows) + "\n}\n"
 
 

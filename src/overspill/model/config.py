@@ -59,7 +59,7 @@ class Config:
         value = self._stated(key)
         if value is None and (self._nested or key not in _STATED):
             value = self._default(key)
-        limit = _LARGEST_LAYERS if key in _LAYER_KEYS else _LARGEST_SIZE
+        limit = _LARGEST_LAYERS if key in _LAYER_KEYS or "heads" in key or key == "n_head" else _LARGEST_SIZE
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
             raise OverspillError(
                 "OVS201",
@@ -83,8 +83,12 @@ class Config:
         """Whether the file itself has the key, be it null."""
         return any(name in self._data for name in self._names(key))
 
-    def integer(self, key: str, default: int = 0) -> int:
-        return int(self.get(key, default))
+    def integer(self, key: str, default: int = 0, *, minimum: int = 0) -> int:
+        """A whole number, from ``minimum`` up. Raises ValueError or TypeError for anything else."""
+        value = int(self.get(key, default))
+        if not minimum <= value <= _LARGEST_SIZE:
+            raise ValueError(f"{self._path}{key} must be {minimum} to {_LARGEST_SIZE}, not {value}")
+        return value
 
     def ratio(self, key: str, default: float = 0.0) -> float:
         return float(self.get(key, default))

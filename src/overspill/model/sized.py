@@ -23,7 +23,8 @@ _FAMILIES: Final = ("llama", "qwen2", "qwen3")
 _NEIGHBOURS: Final = 5
 #: Widths of MLPs are multiples of this in every model of the catalogue above 1B, or nearly all.
 _WIDTH_MULTIPLE: Final = 64
-_SMALLEST, _LARGEST = 10**6, 10**13
+_SMALLEST: Final = 50 * 10**6  # below, a usual vocabulary alone is larger
+_LARGEST: Final = 10**13
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class SizedModel:
 def shape_of_size(numel: int) -> SizedModel:
     """A Llama-like decoder of about ``numel`` parameters (within 1 % from 100 million up).
 
-    Raises OverspillError OVS201 for a number that is no model's: below a million or above ten trillion.
+    Raises OverspillError OVS201 for a number that is no model's: below 50 million or above ten trillion.
     """
     if not _SMALLEST <= numel <= _LARGEST:
         raise OverspillError(
             "OVS201",
-            "No model has so many parameters.",
+            "No typical decoder has so many parameters.",
             field="params",
             value=numel,
             limit=f"{_SMALLEST} to {_LARGEST}",

@@ -14,7 +14,7 @@ from overspill.model.facts import AttentionFacts, LayerKind, MlpFacts
 from overspill.model.families.attend import rotary_dim_of
 from overspill.model.families.feed import activation_of
 
-__all__ = ["CLASSIC"]
+__all__ = ["BUILDERS"]
 
 
 def _layer(parts: Parts, hidden: int, attention: AttentionFacts, mlp: MlpFacts, **more: Any) -> LayerKind:
@@ -302,7 +302,7 @@ def _falcon(config: Config) -> Built:
     )  # fmt: skip
 
 
-CLASSIC: Final = {
+BUILDERS: Final = {
     "gpt2": _gpt2,
     "gpt_bigcode": _gpt2,
     "gpt_neo": _gpt_neo,

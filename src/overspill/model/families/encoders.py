@@ -14,7 +14,7 @@ from overspill.model.config import Config
 from overspill.model.facts import AttentionFacts, LayerKind, MlpFacts, VisionFacts
 from overspill.model.families.feed import activation_of
 
-__all__ = ["ENCODERS", "side_of"]
+__all__ = ["BUILDERS", "side_of"]
 
 
 def _attention(config: Config, heads_key: str = "num_attention_heads", **more: Any) -> AttentionFacts:
@@ -189,9 +189,9 @@ def _deberta(config: Config) -> Built:
     assembly.stack(
         "encoder", "encoder.layer", hidden, layers, lambda _: _bert_layer(config, names, relative_bias=True)
     )  # fmt: skip
-    most = config.integer("max_relative_positions", -1)
+    most = config.integer("max_relative_positions", -1, minimum=-1)
     most = most if most > 0 else config.integer("max_position_embeddings")
-    buckets = config.integer("position_buckets", -1)
+    buckets = config.integer("position_buckets", -1, minimum=-1)
     outer = assembly.outer("encoder.").weight("rel_embeddings", 2 * (buckets if buckets > 0 else most), hidden)
     if "layer_norm" in str(config.get("norm_rel_ebd", "none")):
         outer.norm("LayerNorm", hidden, bias=True)
@@ -246,7 +246,7 @@ def _vit(config: Config) -> Built:
     )  # fmt: skip
 
 
-ENCODERS: Final[dict[str, Callable[[Config], Built]]] = {
+BUILDERS: Final[dict[str, Callable[[Config], Built]]] = {
     "bert": _bert_like("bert", positions_first=True),
     "roberta": _bert_like("roberta", positions_first=False),
     "xlm-roberta": _bert_like("roberta", positions_first=False, head_first=True),

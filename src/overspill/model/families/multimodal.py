@@ -16,7 +16,7 @@ from overspill.model.families.llama_line import Style, text_facts, text_model
 from overspill.model.families.styles import STYLES
 from overspill.model.families.towers import TOWERS, Tower, clip_layers, qwen_tower
 
-__all__ = ["MULTIMODAL", "NESTED"]
+__all__ = ["BUILDERS", "NESTED"]
 
 #: Decoders that stand in vision-language models only.
 _TEXTS: Final[dict[str, Style]] = STYLES | {
@@ -188,7 +188,7 @@ def _two_towers(config: Config) -> Built:
     )  # fmt: skip
 
 
-MULTIMODAL: Final[dict[str, Callable[[Config], Built]]] = {
+BUILDERS: Final[dict[str, Callable[[Config], Built]]] = {
     "llava": _with_tower("clip_vision_model", "llama", _llava),
     "mistral3": _with_tower("pixtral", "mistral", _mistral3),
     "gemma3": _with_tower("siglip_vision_model", "gemma3_text", _gemma3),

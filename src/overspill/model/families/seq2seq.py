@@ -14,7 +14,7 @@ from overspill.model.config import Config
 from overspill.model.facts import AttentionFacts, LayerKind, MlpFacts
 from overspill.model.families.feed import activation_of
 
-__all__ = ["SEQ2SEQ"]
+__all__ = ["BUILDERS"]
 
 
 def _t5(config: Config) -> Built:
@@ -161,4 +161,4 @@ def _mamba(config: Config) -> Built:
     )  # fmt: skip
 
 
-SEQ2SEQ: Final = {"t5": _t5, "bart": _bart, "mamba": _mamba, "falcon_mamba": _mamba}
+BUILDERS: Final = {"t5": _t5, "bart": _bart, "mamba": _mamba, "falcon_mamba": _mamba}

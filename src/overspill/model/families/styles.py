@@ -13,9 +13,9 @@ from typing import Final
 from overspill.model.config import Config
 from overspill.model.families.attend import Attend
 from overspill.model.families.feed import Experts
-from overspill.model.families.llama_line import Signature, Style
+from overspill.model.families.llama_line import Signature, Style, decoder
 
-__all__ = ["STYLES"]
+__all__ = ["BUILDERS", "STYLES"]
 
 _KINDS: Final = {
     "full_attention": "full",
@@ -260,3 +260,5 @@ STYLES: Final[dict[str, Style]] = {
     "qwen3_5_text": replace(_NEXT, delta="split", experts=None),
     "qwen3_5_moe_text": replace(_NEXT, delta="split"),
 }  # fmt: skip
+
+BUILDERS: Final = {name: decoder(style) for name, style in STYLES.items()}
