@@ -26,7 +26,7 @@ CLASSES = {family: name for family, name, _ in reversed(CASES)}
 #: Families whose configuration class has no default size that can be built: an option that must be given.
 WITHOUT_DEFAULTS = {"deberta-v2"}
 #: What transformers itself needs beside the class's defaults to build a model.
-NEEDED = {"ministral": {"head_dim": 128}, "nemotron": {"head_dim": 128, "num_key_value_heads": 8}}
+NEEDED = {"ministral": {"head_dim": 128}, "nemotron": {"head_dim": 128, "num_key_value_heads": 8}, "glm": {"pad_token_id": 0}}
 
 
 def module_of(family: str, name: str | None, sizes: dict[str, Any]) -> tuple[Any, Any]:
@@ -102,7 +102,7 @@ UNTIED_T5 = [m for m in every_model() if m.config["model_type"] == "t5" and not 
 def test_a_model_of_the_catalogue_equals_the_module(model: CatalogModel) -> None:
     sizes = {key: value for key, value in model.config.items() if key != "model_type"}
     family = model.config["model_type"]
-    _, module = module_of(family, CLASSES[family], sizes)
+    _, module = module_of(family, CLASSES[family], NEEDED.get(family, {}) | sizes)
     assert_equal(ModelShape.from_config(model.config), module)
 
 

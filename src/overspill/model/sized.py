@@ -37,7 +37,7 @@ class SizedModel:
 
 
 def shape_of_size(numel: int) -> SizedModel:
-    """A Llama-like decoder of about ``numel`` parameters (within 1 % from 100 million up).
+    """A Llama-like decoder of about ``numel`` parameters (within 1 % from 200 million up, 1.5 % below).
 
     Raises OverspillError OVS201 for a number that is no model's: below 50 million or above ten trillion.
     """
