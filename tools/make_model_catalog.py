@@ -4,8 +4,8 @@
 
 FACTS holds models.csv (a row a model: hf_id, n_params_exact, published_figure, match, source, confidence, notes, and
 the sizes in columns) and models_build_configs.json (the config values that each count was made from). A model is taken
-when the count that follows from its config here is the stated one, to the unit. What is left out is printed with the
-reason. `--check` writes nothing and fails when the file would differ.
+when the count that follows from its config here is the stated one, to the unit. more_models.json adds to them. What is
+left out is printed with the reason. `--check` writes nothing and fails when the file would differ.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "src"))
+#: Models beside those of the facts, in the form of the target's lines.
+MORE = REPOSITORY / "tools" / "more_models.json"
 TARGET = REPOSITORY / "src" / "overspill" / "catalog" / "models" / "models.jsonl"
 
 from overspill.errors import OverspillError  # noqa: E402
@@ -108,8 +110,6 @@ def reason_to_leave_out(row: dict[str, str], built: dict[str, Any] | None) -> st
         return f"family {built['built_as']} is not known"
     if not row["n_params_exact"]:
         return "no exact count"
-    if row["match"] == "differs-mtp":
-        return "published with a layer for multi-token prediction that is not built"
     if row["match"] == "differs" and row["confidence"] != "A":
         return "two figures differ and the shape itself was recalled"
     if row["match"] == "differs" and "unsure" not in row["published_source"]:
@@ -117,7 +117,27 @@ def reason_to_leave_out(row: dict[str, str], built: dict[str, Any] | None) -> st
     return None
 
 
+def numel_with_prediction_layer(shape: ModelShape) -> int | None:
+    """The count of a file that holds what transformers leaves out: one multi-token-prediction layer, and router biases.
+
+    Such a layer is one with experts, a projection of two hidden vectors to one, three norms, and a copy of embeddings
+    and head; each router has a correction bias that transformers keeps as a buffer. None without experts.
+    """
+    assert shape.facts is not None
+    kind = next((kind for kind in shape.facts.text.kinds if kind.moe is not None), None)
+    if kind is None or kind.moe is None:
+        return None
+    hidden, biases = shape.facts.hidden, (kind.count + 1) * kind.moe.experts
+    layer = kind.numel + 2 * hidden * hidden + 3 * hidden + 2 * shape.facts.vocab * hidden
+    return shape.total_numel + layer + biases
+
+
 def note_of(row: dict[str, str]) -> str:
+    if row["match"] == "differs-mtp":
+        return (
+            "the published figure counts one layer for multi-token prediction, with its copy of embeddings and head, "
+            "and router biases that transformers keeps as buffers: equal to the unit with them"
+        )
     parts = [row["notes"]] if row["notes"] else []
     if row["match"] == "differs":
         parts.append("taken with the count of its config, which was read in the source; the other figure was recalled")
@@ -142,11 +162,14 @@ def catalogue(facts: Path, collected: str) -> tuple[str, dict[str, list[str]]]:
             assert built is not None
             config, stated = config_of(row, built), int(row["n_params_exact"])
             try:
-                numel = ModelShape.from_config(config).total_numel
+                shape = ModelShape.from_config(config)
             except OverspillError as error:
                 reason = str(error)
             else:
+                numel = shape.total_numel
                 reason = None if numel == stated else f"the config gives {numel}, and {stated} is stated"
+                if row["match"] == "differs-mtp" and numel_with_prediction_layer(shape) != int(row["published_figure"]):
+                    reason = "published with a layer for multi-token prediction that is not built"
         if reason is not None:
             left_out.setdefault(reason, []).append(row["hf_id"])
             continue
@@ -163,6 +186,10 @@ def catalogue(facts: Path, collected: str) -> tuple[str, dict[str, list[str]]]:
             line["published"] = published
         note = note_of(row)
         lines.append(json.dumps(line | ({"note": note} if note else {}), ensure_ascii=False))
+    for line in json.loads(MORE.read_text(encoding="utf-8")):
+        if ModelShape.from_config(line["config"]).total_numel != line["numel"]:
+            raise SystemExit(f"{MORE.name}: {line['id']} states {line['numel']}")
+        lines.append(json.dumps(line, ensure_ascii=False))
     return "\n".join(lines) + "\n", left_out
 
 

@@ -72,6 +72,23 @@ def test_a_name_that_two_organisations_use_is_refused_with_both(
         catalog._index.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", "meta-llama/Meta-Llama-3.1-8B"),
+        ("TheBloke/Mistral-7B-v0.1-GPTQ", "mistralai/Mistral-7B-v0.1"),
+        ("NousResearch/Llama-2-70b-hf", "meta-llama/Llama-2-70b-hf"),
+        ("google/gemma-2-9b-it", "google/gemma-2-9b"),
+    ],
+)
+def test_a_copy_or_a_tuned_release_is_taken_for_its_model_and_the_note_says_so(
+    written: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    found = read_model(written)
+    assert found.name == name and found.source == "catalogue" and written in found.note
+
+
 def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(OverspillError, match=r"Meta-Llama-3\.1-8B") as caught:

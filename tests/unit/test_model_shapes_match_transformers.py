@@ -26,7 +26,11 @@ CLASSES = {family: name for family, name, _ in reversed(CASES)}
 #: Families whose configuration class has no default size that can be built: an option that must be given.
 WITHOUT_DEFAULTS = {"deberta-v2"}
 #: What transformers itself needs beside the class's defaults to build a model.
-NEEDED = {"ministral": {"head_dim": 128}, "nemotron": {"head_dim": 128, "num_key_value_heads": 8}, "glm": {"pad_token_id": 0}}
+NEEDED = {
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "glm": {"pad_token_id": 0},
+}
 
 
 def module_of(family: str, name: str | None, sizes: dict[str, Any]) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from overspill.catalog.models import find_model, nearest_names
+from overspill.catalog.models import CatalogModel, find_model, nearest_names, same_shape_by_name
 from overspill.errors import OverspillError
 from overspill.files import parse_json
 from overspill.model.shape import ModelShape
@@ -22,7 +22,10 @@ __all__ = ["FoundModel", "read_config", "read_model"]
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model's config and where it was found. where: a path, or the catalogue's id with the source of its values."""
+    """A model's config and where it was found.
+
+    where: a path, or the catalogue's id with the source of its values. note: what to know about that, "" if nothing.
+    """
 
     name: str
     source: Literal["file", "directory", "catalogue", "hub cache"]
@@ -39,6 +42,8 @@ class FoundModel:
 def read_model(name_or_path: str | Path) -> FoundModel:
     """The model that ``name_or_path`` means: a config.json, a directory with one, a catalogue name, a cached hub id.
 
+    Last, a catalogue model that the name is a copy, a quantised copy or a tuned release of; ``note`` then says so.
+
     Raises OverspillError OVS201: nothing of that name (nearest names offered), or a config that cannot be read.
     """
     name = str(name_or_path)
@@ -49,11 +54,13 @@ def read_model(name_or_path: str | Path) -> FoundModel:
         return FoundModel(name, "directory", str(path), _config_in(path / "config.json"))
     listed = find_model(name)
     if listed is not None:
-        where = f"{listed.name}, values from {listed.source}"
-        return FoundModel(listed.name, "catalogue", where, listed.config, listed.note)
+        return _listed(listed, listed.note)
     cached = _cached_snapshot(name)
     if cached is not None:
         return FoundModel(name, "hub cache", str(cached), _config_in(cached / "config.json"))
+    alike = same_shape_by_name(name)
+    if alike is not None:
+        return _listed(alike, f"{name} is taken for a copy or a tuned release of {alike.name}, by its name.")
     near = nearest_names(name)
     raise OverspillError(
         "OVS201",
@@ -62,6 +69,11 @@ def read_model(name_or_path: str | Path) -> FoundModel:
         value=name,
         next_step=f"Did you mean {', '.join(near)}?" if near else "Give the path of its config.json.",
     )
+
+
+def _listed(model: CatalogModel, note: str) -> FoundModel:
+    where = f"{model.name}, values from {model.source}"
+    return FoundModel(model.name, "catalogue", where, model.config, note)
 
 
 def read_config(path: str) -> dict[str, Any]:

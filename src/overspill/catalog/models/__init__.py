@@ -17,10 +17,15 @@ from typing import Any, Final
 
 from overspill.errors import OverspillError
 
-__all__ = ["CatalogModel", "every_model", "find_model", "model_names", "nearest_names"]
+__all__ = ["CatalogModel", "every_model", "find_model", "model_names", "nearest_names", "same_shape_by_name"]
 
 _FILE: Final = Path(__file__).with_name("models.jsonl")
 _NAME: Final = re.compile(r'^\{"id": "([^"]+)"(?:, "also": \[([^\]]*)\])?', re.MULTILINE)
+
+#: Ends of names that say how a release was quantised, stored or tuned, not what it is.
+_MARKS: Final = re.compile(
+    r"-(?:gptq|awq|gguf|mlx|fp8|nvfp4|int4|int8|4bit|8bit|bnb|unsloth|hf|instruct|it|chat|base|qat|dynamic)$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,26 @@ def find_model(name: str) -> CatalogModel | None:
             )
         start = found[0][0] if found else None
     return None if start is None else _row(text, start)
+
+
+def same_shape_by_name(name: str) -> CatalogModel | None:
+    """The model that ``name`` is a copy, a quantised copy or a tuned release of, going by the name alone; or None.
+
+    ``unsloth/Meta-Llama-3.1-8B-bnb-4bit`` is Llama-3.1-8B: the organisation, the marks of a quantiser and those of an
+    instruction-tuned release (or of a base) are left out on both sides. Only where all rows with what remains agree in
+    their count. Who uses it says so: a tuned release may have added rows to its vocabulary.
+    """
+    text, starts, _ = _index()
+    wanted = _stem(name)
+    rows = [_row(text, at) for at in dict.fromkeys(at for known, at in starts.items() if _stem(known) == wanted)]
+    return rows[0] if rows and len({row.numel for row in rows}) == 1 else None
+
+
+def _stem(name: str) -> str:
+    last = name.strip().lower().rpartition("/")[2].removeprefix("meta-")
+    while (shorter := _MARKS.sub("", last)) != last:
+        last = shorter
+    return last
 
 
 def nearest_names(name: str, count: int = 5) -> tuple[str, ...]:
