@@ -182,3 +182,31 @@ def test_a_family_lists_what_it_builds() -> None:
     for file in set(FAMILIES.values()):
         built = importlib.import_module(f"overspill.model.families.{file}").BUILDERS
         assert set(built) == {name for name, at in FAMILIES.items() if at == file}
+
+
+@pytest.mark.parametrize("name", ["CohereLabs/c4ai-command-r7b-12-2024", "LGAI-EXAONE/EXAONE-4.0-32B"])
+def test_whole_attention_between_windows_is_not_rotated_in_cohere_2_and_exaone_4(name: str) -> None:
+    for kind in facts_of(name).text.kinds:
+        assert kind.attention is not None
+        assert (kind.attention.kind == "sliding") == (kind.attention.rotary_dim > 0)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "layers", "positions", "published"),
+    [
+        (768, 12, 12, 2048, 125_311_488),
+        (1024, 16, 24, 2048, 355_985_408),
+        (1536, 12, 24, 32_768, 807_656_448),
+        (2048, 16, 24, 2048, 1_315_950_592),
+        (2560, 20, 32, 2048, 2_651_837_440),
+        (4096, 32, 32, 65_536, 6_918_905_856),
+        (5120, 40, 40, 32_768, 13_011_240_960),
+        (7168, 56, 48, 8192, 30_019_254_272),
+    ],
+)
+def test_llm_foundrys_own_mpt_has_the_counts_that_its_benchmark_table_prints(
+    hidden: int, heads: int, layers: int, positions: int, published: int
+) -> None:
+    # mosaicml/llm-foundry, scripts/train/benchmarking/README.md: with positions up to the sequence of the run.
+    config = {"d_model": hidden, "n_heads": heads, "n_layers": layers, "max_seq_len": positions, "vocab_size": 50368}
+    assert ModelShape.from_config(config | {"model_type": "llmfoundry_mpt"}).total_numel == published

@@ -25,7 +25,7 @@ _BY_FILE: Final = {
         deepseek_v3 llama4_text qwen3_next qwen3_5_text qwen3_5_moe_text
     """,
     "classic": """
-        gpt2 gpt_bigcode gpt_neo gptj gpt_neox opt bloom mpt falcon
+        gpt2 gpt_bigcode gpt_neo gptj gpt_neox opt bloom mpt llmfoundry_mpt falcon
     """,
     "encoders": """
         bert roberta xlm-roberta distilbert deberta-v2 vit

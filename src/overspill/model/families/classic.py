@@ -238,29 +238,41 @@ def _bloom(config: Config) -> Built:
 
 
 def _mpt(config: Config) -> Built:
+    """MPT. llm-foundry's own class has biases unless no_bias, and learned positions up to max_seq_len without ALiBi."""
     hidden, heads = config.number("d_model"), config.number("n_heads")
-    width, table = 4 * hidden, config.get("attn_config", {})  # transformers reads no expansion_ratio
+    own = config.model_type == "llmfoundry_mpt"
+    table = config.get("attn_config", {})
+    table = table if isinstance(table, dict) else {}
+    # transformers' class reads neither key: no biases, ALiBi always, the MLP four times as wide.
+    bias = own and not config.flag("no_bias")
+    alibi = not own or bool(table.get("alibi", False))
+    width = (config.integer("expansion_ratio", 4) if own else 4) * hidden
     attention = AttentionFacts(
-        heads=heads, kv_heads=heads, head_dim=hidden // heads, v_head_dim=hidden // heads, alibi=True, fused_qkv=True,
-        dropout=float(table.get("attn_pdrop", 0.0)) if isinstance(table, dict) else 0.0,
+        heads=heads, kv_heads=heads, head_dim=hidden // heads, v_head_dim=hidden // heads, alibi=alibi, fused_qkv=True,
+        bias=bias, dropout=float(table.get("attn_pdrop", 0.0)),
     )  # fmt: skip
 
     def layer(_: object) -> LayerKind:
-        parts = Parts().norm("norm_1", hidden).linear("attn.Wqkv", hidden, 3 * hidden)
-        parts.linear("attn.out_proj", hidden, hidden).norm("norm_2", hidden)
-        parts.linear("ffn.up_proj", hidden, width).linear("ffn.down_proj", width, hidden)
-        mlp = MlpFacts("plain", width, "gelu")
+        parts = Parts().norm("norm_1", hidden, bias).linear("attn.Wqkv", hidden, 3 * hidden, bias)
+        parts.linear("attn.out_proj", hidden, hidden, bias).norm("norm_2", hidden, bias)
+        parts.linear("ffn.up_proj", hidden, width, bias).linear("ffn.down_proj", width, hidden, bias)
+        mlp = MlpFacts("plain", width, "gelu", bias)
         return _layer(parts, hidden, attention, mlp, residual_dropout=config.ratio("resid_pdrop"))
 
     assembly = Assembly()
-    assembly.outer("transformer.").weight("wte", config.number("vocab_size"), hidden)
+    outer = assembly.outer("transformer.").weight("wte", config.number("vocab_size"), hidden)
+    learned = not alibi and config.flag("learned_pos_emb", True)
+    if learned:
+        outer.weight("wpe", config.number("max_seq_len"), hidden)
     layers = _same(config.number("n_layers"))
     assembly.stack("decoder", "transformer.blocks", hidden, layers, layer, final_norm="layer")
-    assembly.outer("transformer.").norm("norm_f", hidden)
+    assembly.outer("transformer.").norm("norm_f", hidden, bias)
     facts = _head(config, assembly, "transformer.wte.weight", hidden)
+    if own:
+        facts["tied"] = {"lm_head.weight": "transformer.wte.weight"}
     return assembly.finish(
-        hidden=hidden, positions="alibi", max_positions=config.integer("max_seq_len"),
-        embedding_dropout=config.ratio("emb_pdrop"), **facts,
+        hidden=hidden, positions="alibi" if alibi else "learned" if learned else "none",
+        max_positions=config.integer("max_seq_len"), embedding_dropout=config.ratio("emb_pdrop"), **facts,
     )  # fmt: skip
 
 
@@ -311,5 +323,6 @@ BUILDERS: Final = {
     "opt": _opt,
     "bloom": _bloom,
     "mpt": _mpt,
+    "llmfoundry_mpt": _mpt,
     "falcon": _falcon,
 }

@@ -37,8 +37,8 @@ def _kinds(config: Config, otherwise: Callable[[int], str]) -> list[str]:
     return [otherwise(index) for index in range(layers)]
 
 
-def _every(period: int, key: str = "") -> Callable[[Config], list[Signature]]:
-    """Sliding, but for every period-th layer."""
+def _every(period: int, key: str = "", *, rotate_full: bool = True) -> Callable[[Config], list[Signature]]:
+    """Sliding, but for every period-th layer; rotate_full: those are rotated, too."""
 
     def layers(config: Config) -> list[Signature]:
         stated = config.get(key) if key else None
@@ -50,7 +50,8 @@ def _every(period: int, key: str = "") -> Callable[[Config], list[Signature]]:
         else:
             every = int(stated or period)
             kinds = _kinds(config, lambda i: "sliding" if (i + 1) % every else "full")
-        return [(kind, True, False) for kind in kinds]
+        windowed = config.integer("sliding_window", 0) > 0
+        return [(kind, rotate_full or kind == "sliding" or not windowed, False) for kind in kinds]
 
     return layers
 
@@ -180,10 +181,10 @@ STYLES: Final[dict[str, Style]] = {
     ),
     "exaone4": Style(
         attend=Attend(qkv_bias=False, o_bias=False, qk_norm="head"), norms=_AFTER,
-        layers=_every(4, "sliding_window_pattern"),
+        layers=_every(4, "sliding_window_pattern", rotate_full=False),
     ),
     "ernie4_5": Style(attend=Attend(qkv_bias="use_bias", o_bias="use_bias"), mlp_bias="use_bias"),
-    "helium": Style(attend=Attend(o_bias=False), mlp_bias="mlp_bias"),
+    "helium": Style(attend=Attend(o_bias=False), norm="rms_fp32", mlp_bias="mlp_bias"),
     "nemotron": Style(
         attend=Attend(rotary=0.5), norm="layer", norm_bias=True, mlp="plain", mlp_bias="mlp_bias",
     ),
@@ -202,7 +203,10 @@ STYLES: Final[dict[str, Style]] = {
         final_norm="final_layernorm", head_bias=True, residual_dropout="resid_pdrop", embedding_dropout="embd_pdrop",
     ),
     "cohere": replace(_COHERE, layers=_no_window),
-    "cohere2": replace(_COHERE, attend=Attend(head_dim="hidden/heads"), layers=_every(4, "sliding_window_pattern")),
+    "cohere2": replace(
+        _COHERE, attend=Attend(head_dim="hidden/heads"),
+        layers=_every(4, "sliding_window_pattern", rotate_full=False),
+    ),
     "glm": _GLM,
     "glm4": replace(
         _GLM,
