@@ -79,6 +79,7 @@ def test_a_name_that_two_organisations_use_is_refused_with_both(
         ("TheBloke/Mistral-7B-v0.1-GPTQ", "mistralai/Mistral-7B-v0.1"),
         ("NousResearch/Llama-2-70b-hf", "meta-llama/Llama-2-70b-hf"),
         ("google/gemma-2-9b-it", "google/gemma-2-9b"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B"),
     ],
 )
 def test_a_copy_or_a_tuned_release_is_taken_for_its_model_and_the_note_says_so(

@@ -130,6 +130,10 @@ def test_an_encoder_decoder_has_cross_attention_in_its_decoder() -> None:
     assert all(kind.attention and not kind.attention.causal for kind in encoder.kinds)
 
 
+def shapes_of(shape: ModelShape) -> dict[str, int]:
+    return {parameter.name: parameter.numel for parameter in shape.parameters}
+
+
 @pytest.mark.parametrize(("family", "name", "sizes"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
 def test_kinds_and_what_stands_outside_them_add_up_to_the_parameters(
     family: str, name: str | None, sizes: dict[str, Any]
@@ -142,8 +146,11 @@ def test_kinds_and_what_stands_outside_them_add_up_to_the_parameters(
     assert outer + layers == shape.total_numel
     assert shape.active_numel <= shape.total_numel
     assert (shape.active_numel < shape.total_numel) == facts.is_moe
+    assert hash(shape) == hash(ModelShape.from_config(sizes | {"model_type": family}))
+    if facts.vocab:
+        assert facts.embedding is not None and shapes_of(shape)[facts.embedding[0]] >= facts.vocab
     # Each linear has its weight among the parameters, and positions are a partition of the layers.
-    shapes = {parameter.name: parameter.numel for parameter in shape.parameters}
+    shapes = shapes_of(shape)
     for linear in facts.linears():
         assert shapes[linear.name if linear.is_expert else f"{linear.name}.weight"] == linear.weight_numel
     for stack in facts.stacks:

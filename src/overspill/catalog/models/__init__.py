@@ -24,7 +24,8 @@ _NAME: Final = re.compile(r'^\{"id": "([^"]+)"(?:, "also": \[([^\]]*)\])?', re.M
 
 #: Ends of names that say how a release was quantised, stored or tuned, not what it is.
 _MARKS: Final = re.compile(
-    r"-(?:gptq|awq|gguf|mlx|fp8|nvfp4|int4|int8|4bit|8bit|bnb|unsloth|hf|instruct|it|chat|base|qat|dynamic)$"
+    r"-(?:gptq|awq|gguf|mlx|fp8|fp16|bf16|nf4|nvfp4|int4|int8|4bit|8bit|bnb|unsloth|hf|base|qat|dynamic"
+    r"|(?:instruct|it|chat|thinking|sft|dpo)(?:-[0-9]{4})?)$"
 )
 
 
