@@ -135,6 +135,7 @@ CASES: list[Case] = [
     ("opt", None, OPT | {"word_embed_proj_dim": 32, "enable_bias": False}),
     ("opt", None, OPT | {"do_layer_norm_before": False, "layer_norm_elementwise_affine": False}),
     ("bloom", None, {"hidden_size": 64, "n_head": 4, "n_layer": 3, "vocab_size": 136}),
+    ("bloom", None, {"n_embed": 64, "num_attention_heads": 4, "n_layer": 3, "vocab_size": 136}),
     ("mpt", None, MPT),
     ("mpt", None, MPT | {"expansion_ratio": 3, "tie_word_embeddings": False}),
     ("falcon", None, FALCON),
@@ -174,7 +175,7 @@ CASES: list[Case] = [
         EYE | {"model_type": "siglip_vision_model"}, GQA | {"model_type": "qwen2", "tie_word_embeddings": True},
         multimodal_projector_bias=False, vision_feature_layer=[-2, -1])),
     ("mistral3", "Mistral3ForConditionalGeneration", seeing(
-        EYE | {"model_type": "pixtral", "head_dim": 12}, WIDE | {"model_type": "mistral"})),
+        EYE | {"model_type": "pixtral", "head_dim": 12}, WIDE | {"model_type": "mistral"}, tie_word_embeddings=True)),
     ("gemma3", "Gemma3ForConditionalGeneration", seeing(
         EYE | {"model_type": "siglip_vision_model", "vision_use_head": False}, WIDE | {"model_type": "gemma3_text"},
         mm_tokens_per_image=4)),

@@ -36,6 +36,11 @@ def _head(
     }  # fmt: skip
 
 
+def _hidden(config: Config) -> int:
+    """BLOOM's and Falcon's hidden size, which old files call n_embed."""
+    return config.number("n_embed" if config.says("n_embed") else "hidden_size")
+
+
 def _same(count: int, kinds: Sequence[str] = ("full",)) -> list[str]:
     return [kinds[index % len(kinds)] for index in range(count)]
 
@@ -211,7 +216,7 @@ def _opt(config: Config) -> Built:
 
 
 def _bloom(config: Config) -> Built:
-    hidden, heads = config.number("hidden_size"), config.number("n_head")
+    hidden, heads = _hidden(config), config.number("n_head")
     attention = AttentionFacts(
         heads=heads, kv_heads=heads, head_dim=hidden // heads, v_head_dim=hidden // heads, alibi=True, fused_qkv=True,
         bias=True, dropout=config.ratio("attention_dropout"),
@@ -277,7 +282,7 @@ def _mpt(config: Config) -> Built:
 
 
 def _falcon(config: Config) -> Built:
-    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    hidden, heads = _hidden(config), config.number("num_attention_heads")
     new, parallel, bias = (config.flag(key) for key in ("new_decoder_architecture", "parallel_attn", "bias"))
     head_dim, width = hidden // heads, config.integer("ffn_hidden_size", 4 * hidden)
     grouped = config.integer("num_kv_heads", heads) if new else (1 if config.flag("multi_query") else heads)

@@ -81,7 +81,10 @@ def _with_tower(
         tower = tower_of(assembly, vision, "model.vision_tower.")
         tokens = project(config, assembly, tower, text.number("hidden_size"))
         text_model(assembly, text, style, "model.language_model.")
-        tied = config.flag("tie_word_embeddings")
+        # Files from before transformers 5 say it in text_config or mean its class's default, and so are their weights.
+        # The outer class's default in transformers 5 is another for some, and gives way when it loads such weights.
+        own = config.says("tie_word_embeddings")
+        tied = config.flag("tie_word_embeddings") if own else text.flag("tie_word_embeddings")
         if config.model_type == "llava":
             tied = tied or text.flag("tie_word_embeddings")
         return _finish(
