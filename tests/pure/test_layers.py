@@ -33,7 +33,20 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("cli", "web"),
 )
 RANK = {name: rank for rank, row in enumerate(ORDER) for name in row}
-PURE = ("units", "errors", "schema", "job", "machine", "plan", "report", "model", "schedule", "forecast", "planner")
+PURE = (
+    "units",
+    "errors",
+    "schema",
+    "catalog",
+    "job",
+    "machine",
+    "plan",
+    "report",
+    "model",
+    "schedule",
+    "forecast",
+    "planner",
+)
 LINES_LIMIT = 600
 
 

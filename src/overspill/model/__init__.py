@@ -17,7 +17,9 @@ from overspill.model.facts import (
     VisionFacts,
 )
 from overspill.model.families import FAMILIES
-from overspill.model.shape import ModelShape, ParameterShape, read_config
+from overspill.model.read import FoundModel, read_config, read_model
+from overspill.model.shape import ModelShape, ParameterShape
+from overspill.model.sized import SizedModel, shape_of_size
 from overspill.model.summary import DecoderFacts
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Block",
     "BlockParameter",
     "DecoderFacts",
+    "FoundModel",
     "LayerKind",
     "LinearShape",
     "MlpFacts",
@@ -33,8 +36,11 @@ __all__ = [
     "ModelShape",
     "MoeFacts",
     "ParameterShape",
+    "SizedModel",
     "Stack",
     "VisionFacts",
     "find_blocks",
     "read_config",
+    "read_model",
+    "shape_of_size",
 ]

@@ -124,5 +124,11 @@ class Assembly:
         stacks = tuple(section for section in self._sections if isinstance(section, Stack))
         return Built(
             tuple(named),
-            ModelFacts(stacks=stacks, outer=tuple(outer), outer_linears=tuple(linears), tied=tied or {}, **facts),
+            ModelFacts(
+                stacks=stacks,
+                outer=tuple(outer),
+                outer_linears=tuple(linears),
+                ties=tuple((tied or {}).items()),
+                **facts,
+            ),
         )

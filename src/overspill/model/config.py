@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any, Final
 
 from overspill.errors import OverspillError
@@ -33,7 +33,7 @@ _STATED: Final = frozenset(
 
 @cache
 def _defaults() -> dict[str, dict[str, Any]]:
-    text = resources.files("overspill.model").joinpath("config_defaults.json").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("config_defaults.json").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = json.loads(text)
     return table
 
@@ -58,8 +58,8 @@ class Config:
         """A positive whole number. Raises OverspillError OVS201 where the key is missing or holds another thing."""
         value = self._stated(key)
         if value is None and (self._nested or key not in _STATED):
-            value = self._defaults.get(key)
-        limit = _LARGEST_LAYERS if key in _LAYER_KEYS else _LARGEST_SIZE
+            value = self._default(key)
+        limit = _LARGEST_LAYERS if key in _LAYER_KEYS or "heads" in key or key == "n_head" else _LARGEST_SIZE
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
             raise OverspillError(
                 "OVS201",
@@ -76,15 +76,19 @@ class Config:
 
         A null counts as none, as for the class: Mistral's ``"sliding_window": null`` is no window.
         """
-        value = self._stated(key) if self.says(key) else self._defaults.get(key)
+        value = self._stated(key) if self.says(key) else self._default(key)
         return default if value is None else value
 
     def says(self, key: str) -> bool:
         """Whether the file itself has the key, be it null."""
-        return key in self._data or any(own == key and other in self._data for other, own in self._aliases.items())
+        return any(name in self._data for name in self._names(key))
 
-    def integer(self, key: str, default: int = 0) -> int:
-        return int(self.get(key, default))
+    def integer(self, key: str, default: int = 0, *, minimum: int = 0) -> int:
+        """A whole number, from ``minimum`` up. Raises ValueError or TypeError for anything else."""
+        value = int(self.get(key, default))
+        if not minimum <= value <= _LARGEST_SIZE:
+            raise ValueError(f"{self._path}{key} must be {minimum} to {_LARGEST_SIZE}, not {value}")
+        return value
 
     def ratio(self, key: str, default: float = 0.0) -> float:
         return float(self.get(key, default))
@@ -101,10 +105,22 @@ class Config:
         table = table if isinstance(table, dict) else {}
         return Config(table, str(table.get("model_type") or model_type), nested=True, path=f"{self._path}{key}.")
 
+    def flattened(self, model_type: str) -> Config:
+        """This same table, read as a config of another family: older files do not nest their text model."""
+        return Config(self._data, model_type, nested=True, path=self._path)
+
+    def typed(self, model_type: str) -> Config:
+        """This table with the defaults of another class: some files give a nested table its parent's model_type."""
+        return Config(self._data, model_type, nested=self._nested, path=self._path)
+
+    def _names(self, key: str) -> tuple[str, ...]:
+        """A key and the other names that its class has for it."""
+        own = self._aliases.get(key, key)
+        others = tuple(other for other, named in self._aliases.items() if named == own and other != key)
+        return (key, *others) if own == key else (key, own, *others)
+
     def _stated(self, key: str) -> Any:
-        value = self._data.get(key)
-        if value is None:
-            for other, own in self._aliases.items():
-                if own == key and self._data.get(other) is not None:
-                    return self._data[other]
-        return value
+        return next((self._data[name] for name in self._names(key) if self._data.get(name) is not None), None)
+
+    def _default(self, key: str) -> Any:
+        return next((self._defaults[name] for name in self._names(key) if name in self._defaults), None)

@@ -262,7 +262,7 @@ class ModelFacts:
     outer: parameters outside all stacks, by full name; outer_linears: the linear modules among them, the head
     included. positions: how order enters. embedding_scaled: embeddings are multiplied with a constant.
     logits_softcap: logits are capped by tanh. logits_scaled: multiplied with a constant. head: the module that gives
-    logits, None where there is none. tied: parameter → the parameter whose storage it shares.
+    logits, None where there is none. ties: (parameter, the parameter whose storage it shares).
     """
 
     family: str
@@ -272,7 +272,7 @@ class ModelFacts:
     vocab: int
     outer: tuple[Named, ...]
     outer_linears: tuple[LinearShape, ...]
-    tied: dict[str, str]
+    ties: tuple[tuple[str, str], ...]
     positions: Literal["rotary", "learned", "sinusoidal", "alibi", "relative", "none"]
     max_positions: int | None = None
     head: str | None = None
@@ -282,6 +282,20 @@ class ModelFacts:
     logits_softcap: float | None = None
     logits_scaled: bool = False
     vision: VisionFacts | None = None
+
+    @cached_property
+    def tied(self) -> dict[str, str]:
+        """Parameter → the parameter whose storage it shares."""
+        return dict(self.ties)
+
+    @property
+    def embedding(self) -> Named | None:
+        """The token embeddings: the first matrix of ``vocab`` rows outside the layers that is not the head."""
+        head = f"{self.head}.weight"
+        return next(
+            (named for named in self.outer if named[0] != head and len(named[1]) == 2 and named[1][0] == self.vocab),
+            None,
+        )
 
     def stack(self, role: str) -> Stack | None:
         """The stack of that role, or None."""

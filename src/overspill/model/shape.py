@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 from overspill.errors import OverspillError
-from overspill.files import parse_json
 from overspill.model.blocks import Block, find_blocks
 from overspill.model.facts import ModelFacts
 from overspill.model.families import FAMILIES, build_family
 from overspill.model.summary import DecoderFacts, decoder_facts
 
-__all__ = ["ModelShape", "ParameterShape", "read_config"]
+__all__ = ["ModelShape", "ParameterShape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,41 +149,3 @@ def _in_blocks(parameters: Sequence[tuple[str, tuple[int, ...]]], tied: dict[str
     return tuple(
         ParameterShape(name, shape, block_of[tied.get(name, name)], tied.get(name)) for name, shape in parameters
     )
-
-
-def read_config(path: str) -> dict[str, Any]:
-    """config.json of a model directory, or of a hub id that is in the local cache. Downloads nothing.
-
-    Raises OverspillError OVS201 naming where it looked.
-    """
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        cached = _cached_snapshot(path)
-        if cached is None:
-            raise OverspillError(
-                "OVS201", "There is no such model directory, and no hub model of that name in the local cache.",
-                field="model.path", value=path,
-            )  # fmt: skip
-        directory = cached
-    file = directory / "config.json"
-    try:
-        config = parse_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OverspillError("OVS201", f"Cannot read the model's config: {error.strerror}.", field=str(file)) from None
-    except ValueError as error:
-        raise OverspillError("OVS201", f"The model's config is not valid JSON: {error}.", field=str(file)) from None
-    if not isinstance(config, dict):
-        raise OverspillError("OVS201", "The model's config holds no table at its top.", field=str(file))
-    return config
-
-
-def _cached_snapshot(hub_id: str) -> Path | None:
-    """Where huggingface_hub keeps a model: models--OWNER--NAME/snapshots/COMMIT, the commit named by refs/main."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    model = hub / ("models--" + hub_id.replace("/", "--"))
-    reference = model / "refs" / "main"
-    if not reference.is_file():
-        return None
-    snapshot = model / "snapshots" / reference.read_text(encoding="utf-8").strip()
-    return snapshot if snapshot.is_dir() else None

@@ -7,29 +7,39 @@ each family equal to the real module on the meta device. How to add one: docs/ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from typing import Any, Final
 
 from overspill.errors import OverspillError
 from overspill.model.build import Built
 from overspill.model.config import Config
-from overspill.model.families.classic import CLASSIC
-from overspill.model.families.encoders import ENCODERS
-from overspill.model.families.llama_line import decoder
-from overspill.model.families.seq2seq import SEQ2SEQ
-from overspill.model.families.styles import STYLES
 
-__all__ = ["CONFIG_TYPES", "FAMILIES", "build_family"]
+__all__ = ["FAMILIES", "build_family"]
 
-FAMILIES: Final[dict[str, Callable[[Config], Built]]] = {
-    **{name: decoder(style) for name, style in STYLES.items()},
-    **CLASSIC,
-    **ENCODERS,
-    **SEQ2SEQ,
+#: Which file of this folder builds which families; a file is imported when one of its families is asked for.
+_BY_FILE: Final = {
+    "styles": """
+        llama mistral ministral ministral3 qwen2 qwen3 smollm3 gemma gemma2 gemma3_text phi3 olmo olmo2
+        olmo3 granite seed_oss exaone4 ernie4_5 helium nemotron stablelm starcoder2 phi cohere cohere2 glm
+        glm4 mixtral qwen2_moe qwen3_moe olmoe granitemoe phimoe minimax_m2 gpt_oss glm4_moe deepseek_v2
+        deepseek_v3 llama4_text qwen3_next qwen3_5_text qwen3_5_moe_text
+    """,
+    "classic": """
+        gpt2 gpt_bigcode gpt_neo gptj gpt_neox opt bloom mpt llmfoundry_mpt falcon
+    """,
+    "encoders": """
+        bert roberta xlm-roberta distilbert deberta-v2 vit
+    """,
+    "seq2seq": """
+        t5 bart mamba falcon_mamba
+    """,
+    "multimodal": """
+        llava mistral3 gemma3 paligemma internvl qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5
+        qwen3_5_moe llama4 clip siglip
+    """,
 }
-
-#: Configuration classes whose defaults are read: the families, and what stands inside vision-language configs.
-CONFIG_TYPES: Final = frozenset(FAMILIES)
+#: Every known family → the file that builds it. That file's BUILDERS has a function for each.
+FAMILIES: Final = {name: file for file, names in _BY_FILE.items() for name in names.split()}
 
 
 def build_family(config: dict[str, Any]) -> Built | None:
@@ -38,11 +48,13 @@ def build_family(config: dict[str, Any]) -> Built | None:
     Raises OverspillError OVS201 for a config that lacks a size or holds another kind of value where one is read.
     """
     family = str(config.get("model_type", ""))
-    build = FAMILIES.get(family)
-    if build is None:
+    file = FAMILIES.get(family)
+    if file is None:
         return None
+    build = importlib.import_module(f"overspill.model.families.{file}").BUILDERS[family]
     try:
-        return build(Config(config, family))
+        built: Built = build(Config(config, family))
+        return built
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         # A key that is read with a default holds something of another kind; which one, the sentence says.
         raise OverspillError(

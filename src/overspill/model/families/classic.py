@@ -14,7 +14,7 @@ from overspill.model.facts import AttentionFacts, LayerKind, MlpFacts
 from overspill.model.families.attend import rotary_dim_of
 from overspill.model.families.feed import activation_of
 
-__all__ = ["CLASSIC"]
+__all__ = ["BUILDERS"]
 
 
 def _layer(parts: Parts, hidden: int, attention: AttentionFacts, mlp: MlpFacts, **more: Any) -> LayerKind:
@@ -34,6 +34,11 @@ def _head(
         "family": config.model_type, "kind": "decoder", "head": name, "vocab": config.number("vocab_size"),
         "tied": {f"{name}.weight": embedding} if tied else {},
     }  # fmt: skip
+
+
+def _hidden(config: Config) -> int:
+    """BLOOM's and Falcon's hidden size, which old files call n_embed."""
+    return config.number("n_embed" if config.says("n_embed") else "hidden_size")
 
 
 def _same(count: int, kinds: Sequence[str] = ("full",)) -> list[str]:
@@ -211,7 +216,7 @@ def _opt(config: Config) -> Built:
 
 
 def _bloom(config: Config) -> Built:
-    hidden, heads = config.number("hidden_size"), config.number("n_head")
+    hidden, heads = _hidden(config), config.number("n_head")
     attention = AttentionFacts(
         heads=heads, kv_heads=heads, head_dim=hidden // heads, v_head_dim=hidden // heads, alibi=True, fused_qkv=True,
         bias=True, dropout=config.ratio("attention_dropout"),
@@ -238,34 +243,46 @@ def _bloom(config: Config) -> Built:
 
 
 def _mpt(config: Config) -> Built:
+    """MPT. llm-foundry's own class has biases unless no_bias, and learned positions up to max_seq_len without ALiBi."""
     hidden, heads = config.number("d_model"), config.number("n_heads")
-    width, table = config.integer("expansion_ratio", 4) * hidden, config.get("attn_config", {})
+    own = config.model_type == "llmfoundry_mpt"
+    table = config.get("attn_config", {})
+    table = table if isinstance(table, dict) else {}
+    # transformers' class reads neither key: no biases, ALiBi always, the MLP four times as wide.
+    bias = own and not config.flag("no_bias")
+    alibi = not own or bool(table.get("alibi", False))
+    width = (config.integer("expansion_ratio", 4) if own else 4) * hidden
     attention = AttentionFacts(
-        heads=heads, kv_heads=heads, head_dim=hidden // heads, v_head_dim=hidden // heads, alibi=True, fused_qkv=True,
-        dropout=float(table.get("attn_pdrop", 0.0)) if isinstance(table, dict) else 0.0,
+        heads=heads, kv_heads=heads, head_dim=hidden // heads, v_head_dim=hidden // heads, alibi=alibi, fused_qkv=True,
+        bias=bias, dropout=float(table.get("attn_pdrop", 0.0)),
     )  # fmt: skip
 
     def layer(_: object) -> LayerKind:
-        parts = Parts().norm("norm_1", hidden).linear("attn.Wqkv", hidden, 3 * hidden)
-        parts.linear("attn.out_proj", hidden, hidden).norm("norm_2", hidden)
-        parts.linear("ffn.up_proj", hidden, width).linear("ffn.down_proj", width, hidden)
-        mlp = MlpFacts("plain", width, "gelu")
+        parts = Parts().norm("norm_1", hidden, bias).linear("attn.Wqkv", hidden, 3 * hidden, bias)
+        parts.linear("attn.out_proj", hidden, hidden, bias).norm("norm_2", hidden, bias)
+        parts.linear("ffn.up_proj", hidden, width, bias).linear("ffn.down_proj", width, hidden, bias)
+        mlp = MlpFacts("plain", width, "gelu", bias)
         return _layer(parts, hidden, attention, mlp, residual_dropout=config.ratio("resid_pdrop"))
 
     assembly = Assembly()
-    assembly.outer("transformer.").weight("wte", config.number("vocab_size"), hidden)
+    outer = assembly.outer("transformer.").weight("wte", config.number("vocab_size"), hidden)
+    learned = not alibi and config.flag("learned_pos_emb", True)
+    if learned:
+        outer.weight("wpe", config.number("max_seq_len"), hidden)
     layers = _same(config.number("n_layers"))
     assembly.stack("decoder", "transformer.blocks", hidden, layers, layer, final_norm="layer")
-    assembly.outer("transformer.").norm("norm_f", hidden)
+    assembly.outer("transformer.").norm("norm_f", hidden, bias)
     facts = _head(config, assembly, "transformer.wte.weight", hidden)
+    if own:
+        facts["tied"] = {"lm_head.weight": "transformer.wte.weight"}
     return assembly.finish(
-        hidden=hidden, positions="alibi", max_positions=config.integer("max_seq_len"),
-        embedding_dropout=config.ratio("emb_pdrop"), **facts,
+        hidden=hidden, positions="alibi" if alibi else "learned" if learned else "none",
+        max_positions=config.integer("max_seq_len"), embedding_dropout=config.ratio("emb_pdrop"), **facts,
     )  # fmt: skip
 
 
 def _falcon(config: Config) -> Built:
-    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    hidden, heads = _hidden(config), config.number("num_attention_heads")
     new, parallel, bias = (config.flag(key) for key in ("new_decoder_architecture", "parallel_attn", "bias"))
     head_dim, width = hidden // heads, config.integer("ffn_hidden_size", 4 * hidden)
     grouped = config.integer("num_kv_heads", heads) if new else (1 if config.flag("multi_query") else heads)
@@ -281,13 +298,13 @@ def _falcon(config: Config) -> Built:
         parts.linear("self_attention.dense", hidden, hidden, bias)
         parts.linear("mlp.dense_h_to_4h", hidden, width, bias).linear("mlp.dense_4h_to_h", width, hidden, bias)
         names = ("ln_attn", "ln_mlp") if two else ("input_layernorm",)
-        if not parallel and not new:
-            names = ("input_layernorm", "post_attention_layernorm")
+        if not parallel:
+            names = ("post_attention_layernorm", "input_layernorm")
         for name in names:
             parts.norm(name, hidden, bias=True)
         return _layer(
             parts, hidden, attention, MlpFacts("plain", width, activation_of(config), bias), norms=len(names),
-            parallel_residual=parallel or new, residual_dropout=config.ratio("hidden_dropout"),
+            parallel_residual=parallel, residual_dropout=config.ratio("hidden_dropout"),
         )  # fmt: skip
 
     assembly = Assembly()
@@ -302,7 +319,7 @@ def _falcon(config: Config) -> Built:
     )  # fmt: skip
 
 
-CLASSIC: Final = {
+BUILDERS: Final = {
     "gpt2": _gpt2,
     "gpt_bigcode": _gpt2,
     "gpt_neo": _gpt_neo,
@@ -311,5 +328,6 @@ CLASSIC: Final = {
     "opt": _opt,
     "bloom": _bloom,
     "mpt": _mpt,
+    "llmfoundry_mpt": _mpt,
     "falcon": _falcon,
 }

@@ -14,7 +14,7 @@ from overspill.model.config import Config
 from overspill.model.facts import AttentionFacts, LayerKind, MlpFacts, VisionFacts
 from overspill.model.families.feed import activation_of
 
-__all__ = ["ENCODERS", "side_of"]
+__all__ = ["BUILDERS", "side_of"]
 
 
 def _attention(config: Config, heads_key: str = "num_attention_heads", **more: Any) -> AttentionFacts:
@@ -59,12 +59,21 @@ def _labels(config: Config) -> int:
     return len(names) if isinstance(names, dict) and names else config.integer("num_labels", 2)
 
 
-def _bert_like(root: str, positions_first: bool) -> Callable[[Config], Built]:
+def _bert_like(root: str, *, positions_first: bool, head_first: bool = False) -> Callable[[Config], Built]:
+    """BERT; RoBERTa lists positions last and counts two more; XLM-RoBERTa lists its head before its body."""
+
     def build(config: Config) -> Built:
         hidden, vocab, task = config.number("hidden_size"), config.number("vocab_size"), _task(config)
         at = f"{root}." if task else ""
         positions = config.integer("max_position_embeddings")
         assembly = Assembly()
+        tied: dict[str, str] = {}
+        if head_first:
+            tied = _task_head(config, assembly, task, at, roberta=True)
+            # Of two names for one matrix, the one that is listed first owns it.
+            tied = {owner: name for name, owner in tied.items() if name.endswith("weight")} | {
+                name: owner for name, owner in tied.items() if name.endswith("bias")
+            }
         outer = assembly.outer(f"{at}embeddings.").weight("word_embeddings", vocab, hidden)
         if positions_first:
             outer.weight("position_embeddings", positions, hidden)
@@ -75,38 +84,50 @@ def _bert_like(root: str, positions_first: bool) -> Callable[[Config], Built]:
         layers = ["full"] * config.number("num_hidden_layers")
         names = ("query", "key", "value")
         assembly.stack("encoder", f"{at}encoder.layer", hidden, layers, lambda _: _bert_layer(config, names))
-        roberta, head = not positions_first, None
-        tied: dict[str, str] = {}
-        if task == "ForMaskedLM":
-            tied, head = _masked_head(assembly, f"{at}embeddings.word_embeddings.weight", hidden, vocab, roberta)
-        elif task and roberta:
-            assembly.outer("classifier.").linear("dense", hidden, hidden, True)
-            assembly.outer("classifier.").linear("out_proj", hidden, _labels(config), True)
-        else:
+        if not task or (task == "ForSequenceClassification" and positions_first):
             assembly.outer(at).linear("pooler.dense", hidden, hidden, True)
-            if task:
-                assembly.outer().linear("classifier", hidden, _labels(config), True)
+        if not head_first:
+            tied = _task_head(config, assembly, task, at, roberta=not positions_first)
+        masked = "cls.predictions.decoder" if positions_first else "lm_head.decoder"
         return assembly.finish(
-            family=config.model_type, kind="encoder", hidden=hidden, vocab=vocab, positions="learned", head=head,
-            tied=tied, embedding_norm=True, embedding_dropout=config.ratio("hidden_dropout_prob"),
+            family=config.model_type,
+            kind="encoder",
+            hidden=hidden,
+            vocab=vocab,
+            positions="learned",
             max_positions=positions if positions_first else positions - 2,
-        )  # fmt: skip
+            head=masked if task == "ForMaskedLM" else None,
+            tied=tied,
+            embedding_norm=True,
+            embedding_dropout=config.ratio("hidden_dropout_prob"),
+        )
 
     return build
 
 
-def _masked_head(
-    assembly: Assembly, embedding: str, hidden: int, vocab: int, roberta: bool
-) -> tuple[dict[str, str], str]:
+def _task_head(config: Config, assembly: Assembly, task: str, at: str, *, roberta: bool) -> dict[str, str]:
+    """Adds what stands on the encoder for a task; what of it is tied."""
+    hidden, vocab = config.number("hidden_size"), config.number("vocab_size")
+    if task == "ForMaskedLM":
+        return _masked_head(assembly, f"{at}embeddings.word_embeddings.weight", hidden, vocab, roberta)
+    if task and roberta:
+        outer = assembly.outer("classifier.").linear("dense", hidden, hidden, True)
+        outer.linear("out_proj", hidden, _labels(config), True)
+    elif task:
+        assembly.outer().linear("classifier", hidden, _labels(config), True)
+    return {}
+
+
+def _masked_head(assembly: Assembly, embedding: str, hidden: int, vocab: int, roberta: bool) -> dict[str, str]:
     if roberta:
         outer = assembly.outer("lm_head.").parameter("bias", vocab).linear("dense", hidden, hidden, True)
         outer.norm("layer_norm", hidden, bias=True).linear("decoder", hidden, vocab, True)
-        return {"lm_head.decoder.weight": embedding, "lm_head.decoder.bias": "lm_head.bias"}, "lm_head.decoder"
+        return {"lm_head.decoder.weight": embedding, "lm_head.decoder.bias": "lm_head.bias"}
     outer = assembly.outer("cls.predictions.").parameter("bias", vocab)
     outer.linear("transform.dense", hidden, hidden, True).norm("transform.LayerNorm", hidden, bias=True)
     outer.linear("decoder", hidden, vocab, True)
     at = "cls.predictions"
-    return {f"{at}.decoder.weight": embedding, f"{at}.decoder.bias": f"{at}.bias"}, f"{at}.decoder"
+    return {f"{at}.decoder.weight": embedding, f"{at}.decoder.bias": f"{at}.bias"}
 
 
 def _distilbert(config: Config) -> Built:
@@ -168,9 +189,9 @@ def _deberta(config: Config) -> Built:
     assembly.stack(
         "encoder", "encoder.layer", hidden, layers, lambda _: _bert_layer(config, names, relative_bias=True)
     )  # fmt: skip
-    most = config.integer("max_relative_positions", -1)
+    most = config.integer("max_relative_positions", -1, minimum=-1)
     most = most if most > 0 else config.integer("max_position_embeddings")
-    buckets = config.integer("position_buckets", -1)
+    buckets = config.integer("position_buckets", -1, minimum=-1)
     outer = assembly.outer("encoder.").weight("rel_embeddings", 2 * (buckets if buckets > 0 else most), hidden)
     if "layer_norm" in str(config.get("norm_rel_ebd", "none")):
         outer.norm("LayerNorm", hidden, bias=True)
@@ -225,10 +246,10 @@ def _vit(config: Config) -> Built:
     )  # fmt: skip
 
 
-ENCODERS: Final[dict[str, Callable[[Config], Built]]] = {
-    "bert": _bert_like("bert", True),
-    "roberta": _bert_like("roberta", False),
-    "xlm-roberta": _bert_like("roberta", False),
+BUILDERS: Final[dict[str, Callable[[Config], Built]]] = {
+    "bert": _bert_like("bert", positions_first=True),
+    "roberta": _bert_like("roberta", positions_first=False),
+    "xlm-roberta": _bert_like("roberta", positions_first=False, head_first=True),
     "distilbert": _distilbert,
     "deberta-v2": _deberta,
     "vit": _vit,

@@ -36,6 +36,7 @@ class Experts:
     shared: str | None = None
     shared_width: str = "n_shared_experts"
     shared_gate: bool = False
+    shared_bias: str = ""
     transposed: bool = False
     bias: bool = False
 
@@ -104,7 +105,7 @@ def _shared(config: Config, style: Experts, parts: Parts, width: int) -> MlpFact
         return None
     by_count = style.shared_width == "n_shared_experts"
     wide = width * config.integer("n_shared_experts", 1) if by_count else config.number(style.shared_width)
-    inner, facts = gated(config, wide)
+    inner, facts = gated(config, wide, bias=bool(style.shared_bias) and config.flag(style.shared_bias))
     named = Parts(f"{style.shared}.").extend(inner)
     parts.extend(named)
     return facts

@@ -14,7 +14,7 @@ from overspill.model.config import Config
 from overspill.model.facts import AttentionFacts, LayerKind, MlpFacts
 from overspill.model.families.feed import activation_of
 
-__all__ = ["SEQ2SEQ"]
+__all__ = ["BUILDERS"]
 
 
 def _t5(config: Config) -> Built:
@@ -59,7 +59,7 @@ def _t5(config: Config) -> Built:
     assembly.outer().weight("shared", vocab, hidden)
     tied = {}
     for role, key, decodes in (("encoder", "num_layers", False), ("decoder", "num_decoder_layers", True)):
-        count = config.integer(key) if config.says(key) else config.number("num_layers")
+        count = config.integer(key, 0) or config.number("num_layers")
         assembly.outer(f"{role}.").weight("embed_tokens", vocab, hidden)
         tied[f"{role}.embed_tokens.weight"] = "shared.weight"
         signatures = [(decodes, index == 0) for index in range(count)]
@@ -67,7 +67,9 @@ def _t5(config: Config) -> Built:
         assembly.stack(named, f"{role}.block", hidden, signatures, layer, final_norm="rms")
         assembly.outer(f"{role}.").norm("final_layer_norm", hidden)
     assembly.outer().linear("lm_head", hidden, vocab)
-    scaled = config.flag("tie_word_embeddings")
+    # T5 v1.1 and Flan-T5 say false and their files hold a head of their own. transformers 5.24's config class says true
+    # whatever the file does, and takes the key for "the output is scaled"; the weights decide, so the file does here.
+    scaled = config.flag("tie_word_embeddings", True)
     if scaled:
         tied["lm_head.weight"] = "shared.weight"
     return assembly.finish(
@@ -159,4 +161,4 @@ def _mamba(config: Config) -> Built:
     )  # fmt: skip
 
 
-SEQ2SEQ: Final = {"t5": _t5, "bart": _bart, "mamba": _mamba, "falcon_mamba": _mamba}
+BUILDERS: Final = {"t5": _t5, "bart": _bart, "mamba": _mamba, "falcon_mamba": _mamba}

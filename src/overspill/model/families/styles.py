@@ -13,9 +13,9 @@ from typing import Final
 from overspill.model.config import Config
 from overspill.model.families.attend import Attend
 from overspill.model.families.feed import Experts
-from overspill.model.families.llama_line import Signature, Style
+from overspill.model.families.llama_line import Signature, Style, decoder
 
-__all__ = ["STYLES"]
+__all__ = ["BUILDERS", "STYLES"]
 
 _KINDS: Final = {
     "full_attention": "full",
@@ -37,8 +37,8 @@ def _kinds(config: Config, otherwise: Callable[[int], str]) -> list[str]:
     return [otherwise(index) for index in range(layers)]
 
 
-def _every(period: int, key: str = "") -> Callable[[Config], list[Signature]]:
-    """Sliding, but for every period-th layer."""
+def _every(period: int, key: str = "", *, rotate_full: bool = True) -> Callable[[Config], list[Signature]]:
+    """Sliding, but for every period-th layer; rotate_full: those are rotated, too."""
 
     def layers(config: Config) -> list[Signature]:
         stated = config.get(key) if key else None
@@ -50,7 +50,8 @@ def _every(period: int, key: str = "") -> Callable[[Config], list[Signature]]:
         else:
             every = int(stated or period)
             kinds = _kinds(config, lambda i: "sliding" if (i + 1) % every else "full")
-        return [(kind, True, False) for kind in kinds]
+        windowed = config.integer("sliding_window", 0) > 0
+        return [(kind, rotate_full or kind == "sliding" or not windowed, False) for kind in kinds]
 
     return layers
 
@@ -112,7 +113,7 @@ def _qwen_next(config: Config) -> list[Signature]:
     every = config.integer("full_attention_interval", 4)
     kinds = _kinds(config, lambda i: "linear" if (i + 1) % every else "full")
     step, dense = config.integer("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or [])
-    some = config.integer("num_experts", 0) > 0
+    some = config.model_type != "qwen3_5_text" and config.integer("num_experts", 0) > 0
     return [(kind, kind != "linear", some and i not in dense and (i + 1) % step == 0) for i, kind in enumerate(kinds)]
 
 
@@ -180,10 +181,10 @@ STYLES: Final[dict[str, Style]] = {
     ),
     "exaone4": Style(
         attend=Attend(qkv_bias=False, o_bias=False, qk_norm="head"), norms=_AFTER,
-        layers=_every(4, "sliding_window_pattern"),
+        layers=_every(4, "sliding_window_pattern", rotate_full=False),
     ),
     "ernie4_5": Style(attend=Attend(qkv_bias="use_bias", o_bias="use_bias"), mlp_bias="use_bias"),
-    "helium": Style(attend=Attend(o_bias=False), mlp_bias="mlp_bias"),
+    "helium": Style(attend=Attend(o_bias=False), norm="rms_fp32", mlp_bias="mlp_bias"),
     "nemotron": Style(
         attend=Attend(rotary=0.5), norm="layer", norm_bias=True, mlp="plain", mlp_bias="mlp_bias",
     ),
@@ -202,7 +203,10 @@ STYLES: Final[dict[str, Style]] = {
         final_norm="final_layernorm", head_bias=True, residual_dropout="resid_pdrop", embedding_dropout="embd_pdrop",
     ),
     "cohere": replace(_COHERE, layers=_no_window),
-    "cohere2": replace(_COHERE, attend=Attend(head_dim="hidden/heads"), layers=_every(4, "sliding_window_pattern")),
+    "cohere2": replace(
+        _COHERE, attend=Attend(head_dim="hidden/heads"),
+        layers=_every(4, "sliding_window_pattern", rotate_full=False),
+    ),
     "glm": _GLM,
     "glm4": replace(
         _GLM,
@@ -245,7 +249,7 @@ STYLES: Final[dict[str, Style]] = {
     ),
     "deepseek_v2": Style(
         latent=True, mlp_bias="mlp_bias", layers=_dense_first,
-        experts=replace(_DEEPSEEK, scores="softmax"),
+        experts=replace(_DEEPSEEK, scores="softmax", shared_bias="mlp_bias"),
     ),
     "deepseek_v3": Style(latent=True, experts=_DEEPSEEK, layers=_dense_first),
     "llama4_text": Style(
@@ -260,3 +264,5 @@ STYLES: Final[dict[str, Style]] = {
     "qwen3_5_text": replace(_NEXT, delta="split", experts=None),
     "qwen3_5_moe_text": replace(_NEXT, delta="split"),
 }  # fmt: skip
+
+BUILDERS: Final = {name: decoder(style) for name, style in STYLES.items()}
