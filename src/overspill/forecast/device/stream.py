@@ -13,7 +13,7 @@ from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units
 from overspill.forecast.events import Event, Kind
 from overspill.forecast.layers import head as heads
-from overspill.forecast.layers.figures import run_layer
+from overspill.forecast.layers.figures import layer_figures, run_layer
 from overspill.forecast.layers.run import Run
 from overspill.forecast.tape import Category, Memory, Node, Tape, Tensor
 from overspill.model.facts import LayerKind, ModelFacts
@@ -21,6 +21,7 @@ from overspill.model.facts import LayerKind, ModelFacts
 __all__ = ["step_events"]
 
 _INT64 = 8
+_LARGE_NBYTES = 2**20
 #: The tensors that a layer's weights, and its optimizer state, are laid out in: a typical decoder layer has so many
 #: matrices. It decides into how many segments they fall, and so the rounding.
 _MATRICES = 7
@@ -29,7 +30,9 @@ _MATRICES = 7
 class _Stream:
     """One rank's step, written down."""
 
-    def __init__(self, facts: ModelFacts, units: Units, resolved: Resolved, run_of: Callable[[LayerKind], Run]) -> None:
+    def __init__(
+        self, facts: ModelFacts, units: Units, resolved: Resolved, run_of: Callable[[LayerKind], Run], runs: int
+    ) -> None:
         self.facts, self.units, self.resolved, self.run_of = facts, units, resolved, run_of
         self.memory = Memory()
         self.memory.log = []
@@ -41,10 +44,13 @@ class _Stream:
         self.kept: list[Tensor] = []
         self.state: list[Tensor] = []
         self.arrived: list[Tensor] = []
+        self.kept_nbytes: dict[str, int] = {}
         every = resolved.checkpoint_every
         self.checkpointed = [
             resolved.checkpointing != "none" and number % every == 0 for number in range(len(self.layers))
         ]
+        #: Layers that one run of a layer stands for: the others only keep what they keep.
+        self.group = max(1, -(-len(self.layers) // runs))
 
     def run(self, steps: int) -> list[Event]:
         self._load()
@@ -52,7 +58,8 @@ class _Stream:
             self._step(first=step == 0)
         log = self.memory.log
         assert log is not None
-        return [Event(Kind.MALLOC if nbytes else Kind.FREE, block, nbytes) for block, nbytes in log]
+        large = {block for block, nbytes in log if nbytes >= _LARGE_NBYTES}
+        return [Event(Kind.MALLOC if nbytes else Kind.FREE, block, nbytes) for block, nbytes in log if block in large]
 
     def _load(self) -> None:
         resolved, tape = self.resolved, self.tape
@@ -97,7 +104,11 @@ class _Stream:
         root = self._gather(self._root_unit())
         h = tape.new(tokens * self.facts.hidden, self.run_of(self.layers[0][0]).style.residual)
         graphs: list[tuple[Tensor, Tensor | None]] = []
+        others: list[Tensor] = []
         for number, (kind, unit) in enumerate(self.layers):
+            if number % self.group:
+                others.append(self._kept_copy(number, kind, h))
+                continue
             gathered = self._gather(unit)
             source = self._as_leaf(h)
             tape.grad_enabled = not self.checkpointed[number]
@@ -110,7 +121,11 @@ class _Stream:
         del h
         retained: list[Tensor] = []
         gradients: list[Tensor] = []
-        for kind, unit in reversed(self.layers):
+        for number, (kind, unit) in reversed(list(enumerate(self.layers))):
+            if number % self.group:
+                others.pop()
+                gradients += self._reduced(unit)
+                continue
             boundary, kept_out = graphs.pop()
             gathered = self._gather(unit)
             if kept_out is None:
@@ -122,20 +137,33 @@ class _Stream:
                 grad = self.arrived.pop()
             if resolved.sharding.retains_inputs:
                 retained += [boundary, grad]
-            trained = unit.trained_numel + unit.adapter_numel
-            if trained and not (resolved.gradients_at_rest or resolved.update_in_backward):
-                share = 1 / resolved.sharding.ranks if resolved.sharding.splits_gradients else 1.0
-                if resolved.sharding.splits_gradients:
-                    whole = tape.scratch(trained * resolved.sharding.gathered_itemsize)
-                    gradients.append(tape.scratch(int(trained * share * resolved.gradient_itemsize)))
-                    del whole
-                elif unit.trained_numel:
-                    gradients.append(tape.scratch(int(trained * share * resolved.gradient_itemsize)))
+            gradients += self._reduced(unit)
             del boundary, kept_out, gathered
         del grad, root, inputs
         retained.clear()
         self._update(first=first)
         gradients.clear()
+
+    def _kept_copy(self, number: int, kind: LayerKind, boundary: Tensor) -> Tensor:
+        """What a layer that is not run keeps, as one block."""
+        if self.checkpointed[number]:
+            return self.tape.scratch(boundary.nbytes)
+        if kind.name not in self.kept_nbytes:
+            self.kept_nbytes[kind.name] = layer_figures(kind, self.run_of(kind)).kept_nbytes
+        return self.tape.scratch(self.kept_nbytes[kind.name])
+
+    def _reduced(self, unit: Unit) -> list[Tensor]:
+        """Gradients of a layer that stay, after the whole ones are gone."""
+        resolved, sharding, tape = self.resolved, self.resolved.sharding, self.tape
+        trained = unit.trained_numel + unit.adapter_numel
+        if not trained or resolved.gradients_at_rest or resolved.update_in_backward:
+            return []
+        if sharding.splits_gradients:
+            whole = tape.scratch(trained * sharding.gathered_itemsize)
+            kept = tape.scratch(int(trained / sharding.ranks * resolved.gradient_itemsize))
+            del whole
+            return [kept]
+        return [tape.scratch(unit.trained_numel * resolved.gradient_itemsize)] if unit.trained_numel else []
 
     def _root_unit(self) -> Unit:
         outer = self._outer()
@@ -201,9 +229,18 @@ class _Stream:
 
 
 def step_events(
-    facts: ModelFacts, units: Units, resolved: Resolved, run_of: Callable[[LayerKind], Run], *, steps: int = 2
+    facts: ModelFacts,
+    units: Units,
+    resolved: Resolved,
+    run_of: Callable[[LayerKind], Run],
+    *,
+    steps: int = 2,
+    runs: int = 8,
 ) -> list[Event]:
-    """The events of ``steps`` steps from a fresh process on."""
-    return _Stream(facts, units, resolved, run_of).run(steps)
+    """The events of ``steps`` steps from a fresh process on. runs: layers that are run; the others only keep theirs.
+
+    Blocks below 1 MiB are left out: they have a pool of their own, of 2 MiB segments, that no large block waits for.
+    """
+    return _Stream(facts, units, resolved, run_of, runs).run(steps)
 
 
