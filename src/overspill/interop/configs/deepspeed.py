@@ -49,7 +49,8 @@ _ZERO_IGNORED: Final[dict[str, str]] = {
         "allgather_partitions reduce_scatter round_robin_gradients use_multi_rank_bucket_allreduce "
         "stage3_max_reuse_distance max_reuse_distance stage3_module_granularity_threshold "
         "module_granularity_threshold leaf_module allgather_sequential stage3_use_all_reduce_for_fetch_params "
-        "use_all_reduce_for_fetch_params log_trace_cache_warnings memory_efficient_linear mics_hierarchical_params_gather",
+        "use_all_reduce_for_fetch_params log_trace_cache_warnings memory_efficient_linear "
+        "mics_hierarchical_params_gather",
     ),
     **group(
         SAVING,
@@ -230,14 +231,13 @@ def _read_precision(draft: Draft) -> None:
 
 
 def _read_optimizer(draft: Draft) -> None:
-    if draft.has("optimizer.type"):
-        if set_optimizer(draft, "optimizer.type", COMPONENTS) and draft.peek("optimizer.type") in ("Adam", "AdamW"):
-            torch_adam = draft.has("optimizer.params.torch_adam") and draft.boolean("optimizer.params.torch_adam")
-            if not torch_adam:
-                draft.set("optimizer.implementation", "fused")
-                draft.note(f"{draft.prefix}optimizer.type: DeepSpeed's own fused Adam, since torch_adam is not set")
-            elif draft.peek("optimizer.params.adam_w_mode") is False:
-                draft.set("optimizer.name", "adam")
+    named = draft.has("optimizer.type") and set_optimizer(draft, "optimizer.type", COMPONENTS)
+    if named and draft.peek("optimizer.type") in ("Adam", "AdamW"):
+        if not draft.boolean("optimizer.params.torch_adam"):
+            draft.set("optimizer.implementation", "fused")
+            draft.note(f"{draft.prefix}optimizer.type: DeepSpeed's own fused Adam, since torch_adam is not set")
+        if draft.peek("optimizer.type") == "Adam":  # DeepSpeed decouples the decay unless adam_w_mode is off
+            draft.set("optimizer.name", "adamw" if draft.boolean("optimizer.params.adam_w_mode", True) else "adam")
     simple = {"lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay", "eps": "optimizer.eps"}
     for key in draft.table("optimizer.params"):
         full = f"optimizer.params.{key}"

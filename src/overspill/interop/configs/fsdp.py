@@ -106,25 +106,29 @@ def read_table(draft: Draft, key: str, *, default_version: int) -> None:
                 draft.not_modelled(full, "without a limit the processor may run ahead and gather more units")
         elif name == "mixed_precision_policy":
             _precision_at(draft, full)
-        elif name == "min_num_params":
-            if value and draft.number(full) > 0:
-                draft.not_modelled(full, "units by size; the forecast wraps each layer")
-        draft.ignore(full, _IGNORED.get(name, OFF)) if name in _KNOWN else None
+        elif name == "min_num_params" and value and draft.number(full) > 0:
+            draft.not_modelled(full, "units by size; the forecast wraps each layer")
+        if name in _KNOWN:
+            draft.ignore(full, _IGNORED.get(name, OFF))
     draft.assume("parallel.wrap", "layer", "FSDP units are the layers that the model names as not to be split")
 
 
 _KNOWN: Final = {
     *_IGNORED,
-    *[
-        "version",
-        "sharding_strategy",
-        "reshard_after_forward",
-        "offload_params",
-        "cpu_offload_pin_memory",
-        "auto_wrap_policy",
-    ],
-    *["transformer_layer_cls_to_wrap", "activation_checkpointing", "activation_checkpointing_offload"],
-    *["backward_prefetch", "forward_prefetch", "limit_all_gathers", "mixed_precision_policy", "min_num_params"],
+    "version",
+    "sharding_strategy",
+    "reshard_after_forward",
+    "offload_params",
+    "cpu_offload_pin_memory",
+    "auto_wrap_policy",
+    "transformer_layer_cls_to_wrap",
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+    "backward_prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "mixed_precision_policy",
+    "min_num_params",
 }
 
 
@@ -205,13 +209,7 @@ def read_parallelism(draft: Draft, key: str) -> None:
         elif name == "dp_shard_size":
             sizes.append(draft.integer(full) if draft.has(full) else 1)
             draft.use(full, "parallel.gpus")
-        elif name in (
-            "cp_backend",
-            "cp_comm_strategy",
-            "sp_backend",
-            "sp_seq_length",
-            "sp_attn_implementation",
-        ) or name in ("sp_seq_length_is_variable", "cp_handler", "tp_handler", "sp_handler"):
+        elif name.startswith(("cp_", "sp_", "tp_")):  # backends and the like
             draft.ignore(full, SPEED)
     if all(size > 0 for size in sizes) and math.prod(sizes) > 1:
         draft.assume("parallel.gpus", math.prod(sizes), "the product of the sizes in parallelism_config")

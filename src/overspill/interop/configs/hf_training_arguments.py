@@ -240,12 +240,10 @@ def _read_checkpointing(draft: Draft) -> None:
                 draft.ignore(full, OFF)
             elif key in ("preserve_rng_state", "determinism_check", "debug", "early_stop"):
                 draft.ignore(full, FEW_BYTES)
-    if draft.has("activation_offloading"):
-        if draft.peek("activation_offloading") in ("disk", "hidden_states", "legacy") or draft.boolean(
-            "activation_offloading"
-        ):
-            draft.set("offload.activations", "disk" if draft.peek("activation_offloading") == "disk" else "host")
-            draft.use("activation_offloading", "offload.activations")
+    mode = draft.peek("activation_offloading")
+    if mode in ("disk", "hidden_states", "legacy") or draft.boolean("activation_offloading"):
+        draft.set("offload.activations", "disk" if mode == "disk" else "host")
+        draft.use("activation_offloading", "offload.activations")
     draft.ignore("activation_offloading", OFF)
 
 

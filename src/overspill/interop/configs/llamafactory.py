@@ -309,9 +309,8 @@ def _read_kernels(draft: Draft, stage: str) -> None:
         for field_name in ("fused_rope", "fused_norm", "fused_mlp"):
             draft.set(f"kernels.{field_name}", True)
         draft.set("kernels.loss", loss)
-        draft.use(
-            "enable_liger_kernel", "kernels.fused_rope", "kernels.fused_norm", "kernels.fused_mlp", "kernels.loss"
-        )
+        fields = ("kernels.fused_rope", "kernels.fused_norm", "kernels.fused_mlp", "kernels.loss")
+        draft.use("enable_liger_kernel", *fields)
     draft.ignore("enable_liger_kernel", OFF)
     if draft.has("use_unsloth") and draft.boolean("use_unsloth"):
         draft.set("framework.name", "unsloth")

@@ -48,12 +48,15 @@ _IGNORED: Final[dict[str, str]] = {
     **group(DATA, "dataset_val shuffle collate_fn dataloader datasets multidataset"),
     **group(LAUNCH, "device memory_efficient_fsdp_wrap fsdp_sharding_strategy tensor_parallel_plan parallel_method"),
     **group(LEARNING, "lr_scheduler max_steps_per_epoch"),
-    **group(OBJECTIVE, "kd_ratio kl_coeff gamma lmbda whiten_rewards reward_penalty min_response_length penalise_no_eos "
-            "stop_token_ids ppo_epochs num_steps"),
+    **group(OBJECTIVE, "kd_ratio kl_coeff gamma lmbda whiten_rewards reward_penalty min_response_length "
+            "penalise_no_eos stop_token_ids ppo_epochs num_steps"),
     **group(GENERATION, "temperature top_k max_generated_tokens max_new_tokens prompt enable_kv_cache "
             "forward_batch_size batch_size_val"),
 }  # fmt: skip
 
+_TORCH_OPTIONS: Final = frozenset(
+    ("fused", "foreach", "amsgrad", "maximize", "capturable", "differentiable", "nesterov", "dampening")
+)
 _NAMES: Final = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 
 
@@ -226,16 +229,7 @@ def _read_optimizer(draft: Draft) -> None:
         elif key == "betas":
             draft.set("optimizer.betas", draft.peek(full))
             draft.use(full, "optimizer.betas")
-        elif key in (
-            "fused",
-            "foreach",
-            "amsgrad",
-            "maximize",
-            "capturable",
-            "differentiable",
-            "nesterov",
-            "dampening",
-        ):
+        elif key in _TORCH_OPTIONS:
             draft.ignore(full, OFF)
     if draft.has("optimizer_in_bwd"):
         draft.take("optimizer_in_bwd", "optimizer.in_backward", draft.boolean)
@@ -256,9 +250,7 @@ def _read_loss(draft: Draft) -> None:
         rows, length = draft.known("train.micro_batch"), draft.known("data.seq_len")
         if rows and length:
             tokens = math.ceil(int(rows) * int(length) / max(1, chunks))
-            draft.assume(
-                "kernels.loss_chunk_tokens", tokens, f"torchtune cuts the tokens of a micro-batch into {chunks}"
-            )
+            draft.assume("kernels.loss_chunk_tokens", tokens, f"torchtune: {chunks} chunks a micro-batch")
     elif name == "CrossEntropyLoss":
         draft.set("kernels.loss", "plain")
         draft.use("loss._component_", "kernels.loss")

@@ -106,9 +106,8 @@ def read(draft: Draft) -> None:
     hf.read_arguments(draft)
     hf.assume_defaults(draft, checkpointing=True)
     draft.assume("model.dtype", "fp32", "no dtype is given; TRL 1 loads float32, as transformers 4 did")
-    draft.assume("model.autocast", "bf16", "TRL: bf16 is on where the card has it and fp16 is not asked for")
-    if draft.findings.fields.get("model.autocast") is not None:
-        draft.findings.assumed.pop("model.autocast", None)
+    if not draft.has("bf16") and "model.autocast" not in draft.findings.fields:
+        draft.assume("model.autocast", "bf16", "TRL: bf16 is on where the card has it and fp16 is not asked for")
     if kind == "rl":
         draft.ignore_all(_RL)
     draft.ignore_all(_IGNORED)
@@ -129,10 +128,9 @@ def _read_task(draft: Draft) -> str:
         draft.assume("task.kind", kind, why)
     if kind == "rl":
         draft.note(POLICY_ONLY)
-    if kind in ("dpo", "kto"):
-        if draft.has("precompute_ref_log_probs") and draft.boolean("precompute_ref_log_probs"):
-            draft.set("task.reference", "precomputed")
-            draft.use("precompute_ref_log_probs", "task.reference")
+    if kind in ("dpo", "kto") and draft.boolean("precompute_ref_log_probs"):
+        draft.set("task.reference", "precomputed")
+        draft.use("precompute_ref_log_probs", "task.reference")
     draft.ignore("precompute_ref_log_probs", OFF)
     if draft.has("model_ref") or draft.has("ref_model"):
         for key in ("model_ref", "ref_model"):
