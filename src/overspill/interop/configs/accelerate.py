@@ -135,6 +135,7 @@ def _read_deepspeed(draft: Draft) -> None:
     if draft.known("model.dtype") is None and precision in ("bf16", "fp16"):
         draft.set("model.dtype", precision)  # the engine casts the model, and keeps an fp32 master
         draft.set("model.autocast", None)
+        draft.findings.spent.add("model.autocast")
         draft.set("optimizer.master_dtype", "fp32")
     if "deepspeed_config_file" not in table and draft.known("parallel.data") in ("zero1", "zero2", "zero3"):
         _assume_buckets(draft)

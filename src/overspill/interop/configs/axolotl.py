@@ -19,6 +19,7 @@ from overspill.interop.configs.reasons import (
     LEARNING,
     OFF,
     OVERRULED,
+    POLICY_ONLY,
     SPEED,
     group,
 )
@@ -149,9 +150,7 @@ def _read_task(draft: Draft) -> None:
             draft.use("rl", "task.kind")
             draft.need("task.kind", f"rl = {draft.peek('rl')} is not a method that the forecast knows")
         if kind == "rl":
-            draft.note(
-                "Generation, reward and value models are not modelled: the forecast is of the policy's step alone"
-            )
+            draft.note(POLICY_ONLY)
     elif any(draft.has(key) and draft.boolean(key) for key in ("reward_model", "process_reward_model")):
         draft.set("task.kind", "reward")
         draft.use("reward_model", "task.kind")

@@ -91,6 +91,7 @@ class Findings:
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     trains: bool = True
+    spent: set[str] = field(default_factory=set)  # flags that answered an "auto", and set no field themselves
 
 
 def refuse(message: str, source: Path | str, *, key: str = "", value: Any = None, next_step: str | None = None) -> None:
@@ -176,11 +177,16 @@ class Draft:
     # Fates ---------------------------------------------------------------------------------------------------------
 
     def _claim(self, key: str) -> bool:
-        """Whether the key is in the file and was free; it is taken now."""
-        if self.peek(key, _MISSING) is _MISSING or key in self._claimed:
+        """Whether the key is in the file and was free, as were those above and below it; it is taken now."""
+        if self.peek(key, _MISSING) is _MISSING or self._taken(key):
             return False
         self._claimed.add(key)
         return True
+
+    def _taken(self, key: str) -> bool:
+        parts = key.split(".")
+        above = any(".".join(parts[: n + 1]) in self._claimed for n in range(len(parts)))
+        return above or any(one.startswith(f"{key}.") for one in self._claimed)
 
     def use(self, key: str, *fields: str) -> None:
         """The key set these fields (or helped to)."""
@@ -243,7 +249,7 @@ class Draft:
 
         Returns the value that was set, or None.
         """
-        if self.peek(key, _MISSING) is _MISSING or key in self._claimed:
+        if self.peek(key, _MISSING) is _MISSING or self._taken(key):
             return None
         raw = self.peek(key)
         if raw is None or any(raw is one or (raw == one and type(raw) is type(one)) for one in skip):

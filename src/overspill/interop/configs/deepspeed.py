@@ -208,7 +208,8 @@ def _read_precision(draft: Draft) -> None:
             if key == "enabled":
                 if (value == "auto" and around == dtype) or (value != "auto" and draft.boolean(full)):
                     chosen = dtype
-                draft.use(full, "model.dtype", "optimizer.master_dtype") if chosen == dtype or value == "auto" else None
+                if chosen == dtype or (value == "auto" and around is None):
+                    draft.use(full, "model.dtype", "optimizer.master_dtype")
                 draft.ignore(full, OFF)
             elif key in ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads") and draft.boolean(full):
                 draft.set("optimizer.master_dtype", "none")
@@ -224,6 +225,7 @@ def _read_precision(draft: Draft) -> None:
     if chosen:
         draft.set("model.dtype", chosen)
         draft.set("model.autocast", None)
+        draft.findings.spent.add("model.autocast")
         if draft.known("optimizer.master_dtype") is None:
             draft.set("optimizer.master_dtype", "fp32")
     elif any(draft.peek(f"{name}.enabled") == "auto" for name in ("bf16", "fp16")) and around is None:

@@ -254,10 +254,11 @@ def _read_evaluation(draft: Draft) -> None:
         draft.take("eval_accumulation_steps", "evaluation.batches", draft.integer)
     if draft.has("prediction_loss_only"):
         draft.ignore("prediction_loss_only", GENERATION)
-    for key, field_name in (("eval_steps", "train.eval_every"), ("save_steps", "train.save_every")):
-        if draft.has(key) and draft.number(key) >= 1:
-            draft.take(key, field_name, draft.integer)
-        draft.ignore(key, LOGGING)  # below 1 it is a share of the steps
+    for name, field_name in (("eval", "train.eval_every"), ("save", "train.save_every")):
+        by_steps = str(draft.peek(f"{name}_strategy", "steps")).lower() == "steps"
+        if by_steps and draft.has(f"{name}_steps") and draft.number(f"{name}_steps") >= 1:
+            draft.take(f"{name}_steps", field_name, draft.integer)
+        draft.ignore(f"{name}_steps", LOGGING if by_steps else OVERRULED)  # below 1 it is a share of the steps
     draft.ignore("eval_accumulation_steps", OFF)
     draft.ignore("prediction_loss_only", OFF)
 

@@ -22,6 +22,7 @@ from overspill.interop.configs.reasons import (
     NO_TRAINING,
     OBJECTIVE,
     OFF,
+    POLICY_ONLY,
     SAVING,
     SPEED,
     TOKENS,
@@ -226,9 +227,7 @@ def _read_task(draft: Draft) -> str:
         if stage == "dpo":
             draft.use("pref_loss", "task.kind")
         if kind == "rl":
-            draft.note(
-                "Generation, reward and value models are not modelled: the forecast is of the policy's step alone"
-            )
+            draft.note(POLICY_ONLY)
     draft.ignore("pref_loss", OFF)
     if draft.has("ref_model"):
         draft.set("task.reference", "copy")

@@ -6,11 +6,13 @@ said anything, and the flags last.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from overspill.errors import OverspillError
 from overspill.interop.configs import (
     accelerate,
     axolotl,
@@ -161,14 +163,18 @@ def flag_fields(flags: Mapping[str, Any]) -> dict[str, Any]:
             fields["method.kind"] = "lora" if value == "qlora" else value
             if value == "qlora":
                 fields["method.base"] = "nf4"
-        else:
+        elif name in _ALIASES or "." in name or name == "deepspeed":
             fields[_ALIASES.get(name, name)] = value
+        else:
+            near = difflib.get_close_matches(name, [*_ALIASES, "method", "deepspeed"], n=1)
+            hint = f"Did you mean {near[0]}?" if near else "Give a field of the job file, as train.micro_batch."
+            raise OverspillError("OVS101", "This flag is not known.", field=key, value=value, next_step=hint)
     return fields
 
 
 def _finish(name: str, file: Path, findings: Findings) -> ConfigReading:
     _assume_stored(findings)
-    flags = {key: value for key, value in findings.flags.items() if "." in key}
+    flags = {key: value for key, value in findings.flags.items() if "." in key and key not in findings.spent}
     missing = tuple(field for field in findings.missing if field not in flags)
     assumed = {
         field: one for field, one in findings.assumed.items() if field not in flags and field not in findings.fields

@@ -193,6 +193,9 @@ def _read_batches(draft: Draft) -> None:
     draft.take("gradient_accumulation_steps", "train.accumulation", draft.integer)
     draft.assume("train.accumulation", 1, "torchtune: gradient_accumulation_steps")
     draft.take("epochs", "train.epochs", draft.number)
+    if draft.has("run_val_every_n_steps"):
+        draft.take("run_val_every_n_steps", "train.eval_every", draft.integer)
+        draft.take("batch_size_val", "evaluation.micro_batch", draft.integer)
     draft.take("tokenizer.max_seq_len", "data.seq_len", draft.integer)
     for key in draft.table("tokenizer"):
         draft.ignore(f"tokenizer.{key}", TOKENS)
