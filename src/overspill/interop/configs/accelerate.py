@@ -11,7 +11,7 @@ from typing import Final
 from overspill.interop.configs import deepspeed, fsdp
 from overspill.interop.configs.core import Draft
 from overspill.interop.configs.files import companion
-from overspill.interop.configs.reasons import LAUNCH, LOADING, OFF, OVERRULED, SAVING, SPEED, group
+from overspill.interop.configs.reasons import EMPTY, LAUNCH, LOADING, OFF, OVERRULED, SAVING, SPEED, group
 
 __all__ = ["MARKS", "read", "read_inside"]
 
@@ -79,10 +79,9 @@ def read_inside(draft: Draft) -> None:
         draft.use("dynamo_config.dynamo_backend", "kernels.compile")
         for key in backend:
             draft.ignore(f"dynamo_config.{key}", SPEED)
-    if draft.has("use_cpu"):
-        if draft.boolean("use_cpu"):
-            draft.not_modelled("use_cpu", "training on the processor; the forecast is for an accelerator")
-        draft.ignore("use_cpu", OFF)
+    if draft.boolean("use_cpu"):
+        draft.not_modelled("use_cpu", "training on the processor; the forecast is for an accelerator")
+    draft.ignore("use_cpu", OFF)
     draft.take("gradient_accumulation_steps", "train.accumulation", draft.integer)
     draft.ignore_all(_IGNORED)
 
@@ -101,10 +100,10 @@ def _read_precision(draft: Draft) -> None:
 def _read_deepspeed(draft: Draft) -> None:
     """deepspeed_config: a file, or a few of DeepSpeed's keys under Accelerate's own names."""
     at = "deepspeed_config"
-    table = draft.table(at)
+    draft.table(at)
     stage = f"{at}.zero_stage"
-    if "deepspeed_config_file" in table or draft.findings.flags.get("deepspeed"):
-        full = f"{at}.deepspeed_config_file"
+    full = f"{at}.deepspeed_config_file"
+    if draft.has(full) or draft.findings.flags.get("deepspeed"):
         path = str(draft.findings.flags.get("deepspeed") or draft.text(full))
         draft.use(full, "parallel.data")
         if not companion(draft, path, deepspeed.read_inside):
@@ -118,8 +117,7 @@ def _read_deepspeed(draft: Draft) -> None:
         ("offload_optimizer_device", "offload.optimizer"),
         ("offload_param_device", "offload.weights"),
     ):
-        full = f"{at}.{key}"
-        draft.take(full, field_name, lambda one: tiers.get(draft.text(one).lower(), draft.text(one)))
+        draft.take(f"{at}.{key}", field_name, lambda one: tiers.get(draft.text(one).lower(), draft.text(one)))
     draft.take(f"{at}.zero3_init_flag", "parallel.zero_init", draft.boolean)
     draft.take(f"{at}.gradient_accumulation_steps", "train.accumulation", draft.integer, skip=("auto",), reason=OFF)
     draft.take(f"{at}.gradient_clipping", "optimizer.max_grad_norm", draft.number, skip=("auto",), reason=OFF)
@@ -131,13 +129,8 @@ def _read_deepspeed(draft: Draft) -> None:
         **group(OVERRULED, "deepspeed_moe_layer_cls_names"),
     }.items():  # fmt: skip
         draft.ignore(f"{at}.{key}", reason)
-    precision = draft.known("model.autocast")
-    if draft.known("model.dtype") is None and precision in ("bf16", "fp16"):
-        draft.set("model.dtype", precision)  # the engine casts the model, and keeps an fp32 master
-        draft.set("model.autocast", None)
-        draft.findings.spent.add("model.autocast")
-        draft.set("optimizer.master_dtype", "fp32")
-    if "deepspeed_config_file" not in table and draft.known("parallel.data") in ("zero1", "zero2", "zero3"):
+    draft.ignore_all({full: EMPTY, stage: EMPTY})
+    if not draft.has(full) and draft.known("parallel.data") in ("zero1", "zero2", "zero3"):
         _assume_buckets(draft)
 
 

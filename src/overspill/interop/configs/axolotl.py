@@ -223,7 +223,7 @@ def _read_optimizer(draft: Draft) -> None:
         draft.use("adam_beta2", "optimizer.betas")
     draft.ignore_all(group(EMPTY, "adam_beta1 adam_beta2"))
     kinds = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
-    if draft.peek("lr_scheduler") in kinds:
+    if draft.word("lr_scheduler") in kinds:
         draft.take("lr_scheduler", "schedule.kind", lambda key: kinds[draft.text(key)])
     draft.ignore("lr_scheduler", LEARNING)
     draft.take("cosine_min_lr_ratio", "schedule.min_lr_ratio", draft.number)

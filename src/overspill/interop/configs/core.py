@@ -98,6 +98,8 @@ def refuse(message: str, source: Path | str, *, key: str = "", value: Any = None
     """Raises OverspillError OVS109 about a key of a configuration, or about the whole file."""
     where = f"{source}: {key}" if key else str(source)
     shown = None if value is None else repr(value)[:80]
+    if next_step is None:
+        next_step = "Correct the value there, or take the key out." if key else "Give a configuration that fits."
     raise OverspillError("OVS109", message, field=where, value=shown, next_step=next_step)
 
 
@@ -148,6 +150,11 @@ class Draft:
                 return default
             here = here[part]
         return here
+
+    def word(self, key: str) -> str:
+        """The value of ``a.b`` where it is a text, else "": for looking up what may be anything."""
+        value = self.peek(key)
+        return value if isinstance(value, str) else ""
 
     def has(self, key: str) -> bool:
         """Whether the file holds a value there that is not null."""

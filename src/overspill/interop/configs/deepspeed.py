@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from overspill.interop.configs.core import Draft
+from overspill.interop.configs.core import Draft, refuse
 from overspill.interop.configs.optimizers import COMPONENTS, set_optimizer
 from overspill.interop.configs.reasons import (
     FEW_BYTES,
@@ -107,7 +107,7 @@ def read_inside(draft: Draft) -> None:
         draft.assume("optimizer.max_grad_norm", 1.0, '"auto": max_grad_norm of TrainingArguments')
         draft.use("gradient_clipping", "optimizer.max_grad_norm")
     draft.take("gradient_clipping", "optimizer.max_grad_norm", draft.number)
-    if draft.peek("communication_data_type") in _DTYPES:
+    if draft.word("communication_data_type") in _DTYPES:
         draft.take("communication_data_type", "parallel.reduce_dtype", lambda key: _DTYPES[draft.text(key)])
     _read_compile(draft)
     _read_others(draft)
@@ -120,8 +120,9 @@ def _read_zero(draft: Draft) -> int:
     table = draft.table("zero_optimization")
     at = "zero_optimization."
     stage = draft.integer(at + "stage") if draft.has(at + "stage") else 0
-    names = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
-    draft.set("parallel.data", names.get(stage) or draft.text(at + "stage"))
+    if not 0 <= stage <= 3:
+        refuse("ZeRO has the stages 0 to 3.", draft.source, key=draft.prefix + at + "stage", value=stage)
+    draft.set("parallel.data", f"zero{stage}" if stage else "ddp")
     draft.use(at + "stage", "parallel.data")
     for key, other, field_name, default, auto, first in _SIZES:
         name = at + (other if other and other in table else key)
@@ -149,6 +150,7 @@ def _read_zero(draft: Draft) -> int:
             draft.ignore(at + "contiguous_gradients", SPEED)
         else:
             draft.not_modelled(at + "contiguous_gradients", "the forecast counts the buffer that gradients move to")
+    draft.ignore(at + "contiguous_gradients", SPEED)
     _read_groups(draft, at)
     draft.ignore_all(_ZERO_IGNORED, under="zero_optimization")
     return stage
@@ -252,7 +254,7 @@ def _read_optimizer(draft: Draft) -> None:
             draft.use(full, "optimizer.name", "optimizer.implementation")
         elif key in (*simple, "betas", "bias_correction", "momentum", "amsgrad", "fused"):
             draft.ignore(full, LEARNING)
-    draft.ignore("optimizer.legacy_fusion", SPEED)
+    draft.ignore_all(group(SPEED, "optimizer.legacy_fusion optimizer.type"))
 
 
 def _read_batches(draft: Draft) -> None:

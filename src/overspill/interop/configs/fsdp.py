@@ -66,10 +66,10 @@ def read_table(draft: Draft, key: str, *, default_version: int) -> None:
     """The table of FSDP's settings at ``key``."""
     table = draft.table(key)
     names = {name.removeprefix("fsdp_"): f"{key}.{name}" for name in table}
-    version = draft.integer(names["version"]) if names.get("version") else default_version
+    version = draft.integer(names["version"]) if "version" in names and draft.has(names["version"]) else default_version
     if draft.known("parallel.data") != "ddp":
         draft.set("parallel.data", "fsdp2" if version == 2 else "fsdp1")
-    if "version" in names:
+    if "version" in names and draft.has(names["version"]):
         draft.use(names["version"], "parallel.data")
     for name, full in names.items():
         value = draft.peek(full)

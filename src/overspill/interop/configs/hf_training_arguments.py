@@ -15,6 +15,7 @@ from overspill.interop.configs.files import companion
 from overspill.interop.configs.optimizers import NAMES, set_optimizer
 from overspill.interop.configs.reasons import (
     DATA,
+    EMPTY,
     FEW_BYTES,
     GENERATION,
     LAUNCH,
@@ -138,7 +139,15 @@ def read_arguments(draft: Draft) -> None:
             draft.ignore("use_cpu", OFF)
     draft.take("seed", "train.seed", draft.integer)
     draft.take("dataloader_num_workers", "data.num_workers", draft.integer)
+    draft.ignore_all(group(EMPTY, _SWITCHES))
     draft.ignore_all(IGNORED)
+
+
+#: Keys that are read above where they hold a value, and mean nothing without one.
+_SWITCHES: Final = (
+    "torch_compile neftune_noise_alpha label_smoothing_factor auto_find_batch_size torch_empty_cache_steps "
+    "ddp_bucket_cap_mb use_cpu"
+)
 
 
 def assume_defaults(draft: Draft, *, checkpointing: bool = False) -> None:
@@ -198,7 +207,7 @@ def _read_optimizer(draft: Draft) -> None:
 
 
 def _read_schedule(draft: Draft) -> None:
-    if draft.peek("lr_scheduler_type") in _KINDS:
+    if draft.word("lr_scheduler_type") in _KINDS:
         draft.take("lr_scheduler_type", "schedule.kind", lambda key: _KINDS[draft.text(key)])
     draft.ignore("lr_scheduler_type", LEARNING)
     if draft.has("lr_scheduler_kwargs.min_lr_rate"):

@@ -298,7 +298,7 @@ def _read_lengths(draft: Draft, stage: str) -> None:
 def _read_kernels(draft: Draft, stage: str) -> None:
     words = {"fa2": "flash", "fa3": "flash", "sdpa": "sdpa", "disabled": "eager"}
     value = draft.peek("flash_attn")
-    if value in words:
+    if draft.word("flash_attn") in words:
         draft.take("flash_attn", "kernels.attention", lambda key: words[draft.text(key)])
     elif value in ("auto", None):
         draft.use("flash_attn", "kernels.attention")

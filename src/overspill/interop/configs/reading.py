@@ -174,6 +174,7 @@ def flag_fields(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _finish(name: str, file: Path, findings: Findings) -> ConfigReading:
     _assume_stored(findings)
+    _cast_by_the_engine(findings)
     flags = {key: value for key, value in findings.flags.items() if "." in key and key not in findings.spent}
     missing = tuple(field for field in findings.missing if field not in flags)
     assumed = {
@@ -206,6 +207,20 @@ def _job(values: dict[str, Any], file: Path) -> Job:
 
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _cast_by_the_engine(findings: Findings) -> None:
+    """DeepSpeed's engine casts the model to the dtype of mixed precision, without autocast, and keeps an fp32 master."""
+    draft = Draft({}, Path(), findings)
+    assumed = findings.assumed.get("model.autocast")
+    dtype = draft.known("model.autocast") or (assumed.value if assumed else None)
+    if not str(draft.known("parallel.data")).startswith("zero") or dtype not in ("bf16", "fp16"):
+        return
+    draft.set("model.dtype", dtype)
+    draft.set("model.autocast", None)
+    findings.spent.add("model.autocast")
+    if draft.known("optimizer.master_dtype") is None:
+        draft.set("optimizer.master_dtype", "fp32")
 
 
 def _assume_stored(findings: Findings) -> None:

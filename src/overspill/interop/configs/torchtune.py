@@ -54,6 +54,11 @@ _IGNORED: Final[dict[str, str]] = {
             "forward_batch_size batch_size_val"),
 }  # fmt: skip
 
+#: Keys that are read where they hold a value, and mean nothing without one.
+_SWITCHES: Final = (
+    "custom_sharded_layers dtype enable_activation_checkpointing enable_activation_offloading fsdp.cpu_offload "
+    "fsdp_cpu_offload fsdp.reshard_after_forward fsdp_reshard_after_forward"
+)
 _TORCH_OPTIONS: Final = frozenset(
     ("fused", "foreach", "amsgrad", "maximize", "capturable", "differentiable", "nesterov", "dampening")
 )
@@ -104,6 +109,7 @@ def read(draft: Draft) -> None:
         draft.not_modelled("quantizer", "quantisation-aware training keeps fake-quantised copies")
     draft.ignore("quantizer", EMPTY)
     draft.take("seed", "train.seed", draft.integer)
+    draft.ignore_all(group(EMPTY, _SWITCHES))
     draft.ignore_all(_IGNORED)
 
 
@@ -140,6 +146,7 @@ def _read_lora(draft: Draft, at: str, quantised: bool) -> None:
         if draft.boolean(f"{at}.apply_lora_to_output"):
             targets.append("lm_head")
         draft.use(f"{at}.apply_lora_to_output", "method.targets")
+    draft.ignore_all(group(EMPTY, "apply_lora_to_mlp apply_lora_to_output"), under=at)
     draft.set("method.targets", tuple(targets))
     draft.take(f"{at}.lora_rank", "method.rank", draft.integer)
     draft.assume("method.rank", 8, "torchtune: lora_rank")
