@@ -21,7 +21,8 @@ PACKAGE = ROOT / "src" / "overspill"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("_native", "errors"),
     ("units",),
-    ("schema", "catalog", "files"),
+    ("schema", "files"),
+    ("catalog",),
     ("job", "machine", "plan", "report"),
     ("model", "probe"),
     ("schedule",),
@@ -33,7 +34,20 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("cli", "web"),
 )
 RANK = {name: rank for rank, row in enumerate(ORDER) for name in row}
-PURE = ("units", "errors", "schema", "job", "machine", "plan", "report", "model", "schedule", "forecast", "planner")
+PURE = (
+    "units",
+    "errors",
+    "schema",
+    "catalog",
+    "job",
+    "machine",
+    "plan",
+    "report",
+    "model",
+    "schedule",
+    "forecast",
+    "planner",
+)
 LINES_LIMIT = 600
 
 

@@ -210,7 +210,7 @@ def _plain(value: Any) -> Any:
 
 
 def _cast_by_the_engine(findings: Findings) -> None:
-    """DeepSpeed's engine casts the model to the dtype of mixed precision, without autocast, and keeps an fp32 master."""
+    """DeepSpeed's engine casts the model to mixed precision's dtype, without autocast, and keeps an fp32 master."""
     draft = Draft({}, Path(), findings)
     assumed = findings.assumed.get("model.autocast")
     dtype = draft.known("model.autocast") or (assumed.value if assumed else None)
