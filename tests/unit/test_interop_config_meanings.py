@@ -260,10 +260,15 @@ def test_a_name_that_says_how_weights_are_stored_is_believed_and_said(tmp_path: 
     assert name in reading.assumed["method.base"].why
 
 
-def test_a_llamafactory_export_trains_nothing(tmp_path: Path) -> None:
-    reading = read(tmp_path, {"model_name_or_path": "a/b", "template": "x", "export_dir": "out"})
+@pytest.mark.parametrize(
+    "more", [{"export_dir": "out"}, {"infer_backend": "vllm"}, {"do_predict": True, "do_train": False}]
+)
+def test_a_llamafactory_file_that_exports_serves_or_predicts_trains_nothing(tmp_path: Path, more: Any) -> None:
+    reading = read(tmp_path, {"model_name_or_path": "a/b", "template": "x"} | more)
     assert reading.job is None
     assert not reading.trains
+    assert reading.missing == ()
+    assert reading.unknown == ()
 
 
 def test_torchtune_names_targets_as_hugging_face_does(tmp_path: Path) -> None:

@@ -48,6 +48,11 @@ NOT_MODELLED: Final[dict[str, str]] = {
     "use_onebitllms": "weights of one bit, for training",
     "auto_find_batch_size": "the micro-batch is lowered when memory runs out",
     "ddp_bucket_cap_mb": "DDP's buckets have their default size in the forecast",
+    "unsloth_lora_mlp": "fused LoRA kernels keep fewer activations",
+    "unsloth_lora_qkv": "fused LoRA kernels keep fewer activations",
+    "unsloth_lora_o": "fused LoRA kernels keep fewer activations",
+    "unsloth_rms_norm": "a fused norm keeps fewer activations",
+    "unsloth_rope": "a fused rotary embedding keeps fewer activations",
     "gemma4_hybrid_attn_impl": "attention kernels that differ by layer",
     "deepcompile": "DeepCompile rearranges gathers",
     "kd_trainer": "distillation from recorded log-probabilities",
@@ -112,6 +117,7 @@ IGNORED: Final[dict[str, str]] = {
         LOADING,
         "base_model_config base_model_ignore_patterns cls_model_config trust_remote_code model_type revision_of_model "
         "type_of_model overrides_of_model_config overrides_of_model_kwargs experimental_skip_move_to_device "
+        "gptq_disable_exllama disable_exllama gptq_groupsize gptq_model_v1 "
         "model_quantization_config model_quantization_config_kwargs bnb_config_kwargs lora_model_dir lora_on_cpu "
         "qlora_sharded_model_loading device device_map low_cpu_mem_usage peft peft_autocast_adapter_dtype "
         "peft_trainable_token_indices merge_lora merge_method is_falcon_derived_model is_llama_derived_model "

@@ -131,8 +131,10 @@ def read(draft: Draft) -> None:
     draft.set("framework.name", "llamafactory")
     draft.take("model_name_or_path", "model.path", draft.text)
     draft.need("model.path", "model_name_or_path is not in the file")
-    if (draft.has("do_train") and not draft.boolean("do_train")) or draft.has("export_dir"):
-        draft.describes_no_training("do_train is not on" if not draft.has("export_dir") else "it exports a model")
+    if draft.has("export_dir"):
+        draft.describes_no_training("it exports a model")
+    elif not draft.boolean("do_train"):
+        draft.describes_no_training("do_train is not on; it predicts, evaluates or serves")
     kind = _read_method(draft)
     stage = _read_task(draft)
     _read_quantisation(draft)
