@@ -71,8 +71,9 @@ campaign-power-loss: $(CORE)  ## recorded I/O replayed with unsynced writes drop
 campaign-budget: assets  ## the demo's training inside a memory cgroup
 	@$(PYTEST) -q -s -m slow tests/e2e/test_budget.py
 
-docs: $(CORE)  ## pages made from the code: error codes, job file, command line
+docs: $(CORE)  ## pages made from the code: error codes, job file, command line, configurations
 	@$(BIN)/python tools/make_docs.py
+	@$(BIN)/python tools/make_config_results.py
 
 test-gpu: $(CORE)  ## the tests that need a CUDA or ROCm device
 	@$(PYTEST) -q -m gpu

@@ -69,6 +69,16 @@ CODES: Final[dict[str, ErrorCode]] = {
         "A file of another framework names no model, has a shape that its framework does not take, or is no YAML.",
         "Give what is missing as a flag, for example --model; the message names the keys that were read.",
     ),
+    "OVS110": ErrorCode(
+        "the accelerator is not known",
+        "The name is in no catalogue, or it stands for several cards that hold different amounts of memory.",
+        "Choose one of the names in the message, or describe your card in overspill.toml.",
+    ),
+    "OVS111": ErrorCode(
+        "overspill.toml cannot be read",
+        "A file with facts of your own, beside the job or in ~/.config/overspill, is no TOML or cannot be opened.",
+        "Correct the file that the message names, or move it away.",
+    ),
     # 2xx: the model and the data
     "OVS201": ErrorCode(
         "the model cannot be found or read",

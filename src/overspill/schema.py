@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -54,14 +54,19 @@ Seconds = Annotated[float, _quantity(parse_seconds)]
 
 
 def _known_keys(model: type[BaseModel], path: Iterable[Any]) -> list[str]:
-    """The keys of the table at ``path``, following nested models as far as they go."""
+    """The keys of the table at ``path``, following nested models, also by name in a dict, as far as they go."""
     here: Any = model
+    named: Any = None  # the model of a dict's values, when the next part is the name of one
     for part in path:
+        if named is not None:
+            here, named = named, None
+            continue
         field = getattr(here, "model_fields", {}).get(part)
         if field is None:
             return []
         candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
         here = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        named = here if get_origin(field.annotation) is dict else None
     return list(getattr(here, "model_fields", {}))
 
 

@@ -21,7 +21,8 @@ PACKAGE = ROOT / "src" / "overspill"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("_native", "errors"),
     ("units",),
-    ("schema", "catalog", "files"),
+    ("schema", "files"),
+    ("catalog",),
     ("job", "machine", "plan", "report"),
     ("model", "probe"),
     ("schedule",),

@@ -32,10 +32,10 @@ Tier = Literal["device", "host", "disk"]
 class MethodConfig(Frozen):
     """What is trained: every weight, some layers, or adapters beside a frozen base."""
 
-    kind: Literal["full", "lora", "layers", "adapter", "adapter_v2"] = Field(
+    kind: Literal["full", "lora", "layers", "adapter", "adapter_v2", "oft"] = Field(
         default="full",
         description="full; lora (with a quantised base: QLoRA); layers: only those of train_layers; adapter and "
-        "adapter_v2: LLaMA-Adapter.",
+        "adapter_v2: LLaMA-Adapter; oft: orthogonal blocks (OFT).",
     )
     rank: int = Field(default=8, ge=1, description="Rank of each LoRA pair.")
     targets: tuple[str, ...] = Field(
@@ -44,6 +44,7 @@ class MethodConfig(Frozen):
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the input of each LoRA pair.")
     dora: bool = Field(default=False, description="Weight-decomposed LoRA (DoRA).")
+    oft_block: int = Field(default=32, ge=2, description="oft: rows of each orthogonal block.")
     adapter_dtype: Dtype = Field(default="auto", description="dtype of adapter weights.")
     modules_to_save: tuple[str, ...] = Field(
         default=(), description="Modules trained in full beside the adapters; each is kept twice, as peft does."
@@ -57,7 +58,11 @@ class MethodConfig(Frozen):
     quant_storage: Dtype = Field(default="auto", description="dtype that packed 4-bit weights are stored in.")
     upcast: Literal["auto", "none", "norms", "all"] = Field(
         default="auto",
-        description="Of a quantised base: which unquantised weights are cast to fp32 (prepare_model_for_kbit_training).",
+        description="Of a quantised base: which other weights become fp32 (prepare_model_for_kbit_training).",
+    )
+    quantised_experts: bool | None = Field(
+        default=None,
+        description="Experts that are stacked in one tensor are quantised too; none: as the framework's version does.",
     )
     train_layers: int | None = Field(default=None, ge=0, description='kind = "layers": the last layers trained.')
     train_head: bool = Field(default=False, description='kind = "layers": norm and head are trained too.')
@@ -68,7 +73,10 @@ class MethodConfig(Frozen):
 class TaskConfig(Frozen):
     """What is learnt. Preference methods run two sequences a row and may hold a reference model."""
 
-    kind: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward"] = Field(default="sft")
+    kind: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward", "distill", "rl"] = Field(
+        default="sft", description="distill: to a teacher's logits; rl: the policy's step of PPO, GRPO and the like."
+    )
+    teacher: str | None = Field(default=None, description="distill: the teacher, as model.path.")
     reference: Literal["auto", "copy", "adapter off", "precomputed", "none"] = Field(
         default="auto", description="The reference policy: a copy of the model, the base without adapters, or neither."
     )
@@ -90,7 +98,9 @@ class ParallelConfig(Frozen):
     context: int = Field(default=1, ge=1, description="Context-parallel ranks (ring attention).")
     ulysses: int = Field(default=1, ge=1, description="Sequence-parallel ranks that exchange heads (Ulysses).")
     pipeline: int = Field(default=1, ge=1, description="Pipeline stages.")
-    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = Field(default="1f1b")
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = Field(
+        default="1f1b", description="In which order a stage runs micro-batches."
+    )
     virtual_stages: int = Field(default=1, ge=1, description="Model chunks a stage, with interleaved.")
     expert: int = Field(default=1, ge=1, description="Expert-parallel ranks, within data × tensor.")
     expert_tensor: int = Field(default=1, ge=1, description="Tensor-parallel ranks of an expert.")
@@ -107,6 +117,11 @@ class ParallelConfig(Frozen):
     prefetch_bucket_numel: int | None = Field(default=None, ge=0, description="ZeRO 3: elements fetched ahead.")
     max_live_parameters: int | None = Field(default=None, ge=0, description="ZeRO 3: elements gathered at most.")
     persistence_numel: int | None = Field(default=None, ge=0, description="ZeRO 3: smaller tensors are not split.")
+    sub_group_numel: int | None = Field(default=None, ge=0, description="ZeRO 3: elements updated in one call.")
+    auto_buckets: bool = Field(
+        default=False,
+        description='ZeRO: sizes left out follow the hidden size, as where transformers fills in "auto".',
+    )
     overlap_comm: bool | None = Field(default=None, description="ZeRO: reduce beside backward, in two buckets.")
     zero_init: bool | None = Field(default=None, description="ZeRO 3: the model is never whole on one rank.")
 
@@ -154,6 +169,7 @@ class KernelConfig(Frozen):
     )
     loss_chunk_tokens: int | None = Field(default=None, ge=1)
     fused_mlp: bool = Field(default=False, description="SwiGLU or GeGLU in one kernel that recomputes (Liger).")
+    tiled_mlp: bool = Field(default=False, description="The MLP runs over slices of the sequence (ALST).")
     fused_norm: bool = Field(default=False, description="RMSNorm in one kernel (Liger, TransformerEngine).")
     fused_rope: bool = Field(default=False, description="Rotary embedding in one kernel.")
     fused_adapters: bool = Field(default=False, description="LoRA pairs in one function that recomputes (Unsloth).")
