@@ -77,6 +77,24 @@ def parse_nbytes(value: str | int | float, field: str = "nbytes") -> int:
     return round(number * factor)
 
 
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_count(value: str | int | float, field: str = "count") -> int:
+    """A number of things as people write it: ``7B``, ``135M``, ``7_000_000_000``. Raises OverspillError OVS102."""
+    text = str(value).strip().replace("_", "").replace(",", "")
+    unit = text[-1:].upper() if text[-1:].isalpha() else ""
+    try:
+        number = float(text[: len(text) - len(unit)])
+    except ValueError:
+        number = -1.0
+    if unit not in _COUNTS or not 0 <= number < float("inf"):
+        raise OverspillError(
+            "OVS102", "This is no number of things.", field=field, value=value, next_step="Write it as 7B, 135M or 7000000000."
+        )
+    return round(number * _COUNTS[unit])
+
+
 def parse_bytes_per_s(value: str | int | float, field: str = "bytes_per_s") -> float:
     """Bytes per second from ``"7GB/s"`` or a plain number. Raises OverspillError OVS102."""
     if isinstance(value, str):

@@ -24,22 +24,138 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def forecast_command(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the job file.")
+    target: Annotated[
+        str | None,
+        typer.Argument(help="A model's name or directory, a job file, or another framework's configuration."),
     ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the job.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A model's name or directory.")] = None,
+    params: Annotated[str | None, typer.Option(help="Instead of a model, its size: 7B.")] = None,
+    method: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of LoRA pairs.")] = None,
+    targets: Annotated[str | None, typer.Option(help="LoRA targets, with commas between; or all-linear.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="The card, as rtx4090.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of cards.")] = None,
+    shard: Annotated[
+        str | None, typer.Option(help="How ranks share state: ddp, zero1, zero2, zero3, fsdp1, fsdp2.")
+    ] = None,
+    tensor: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences per forward.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="As adamw, adamw_8bit, adafactor.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights: bf16, fp32, fp16.")] = None,
+    autocast: Annotated[str | None, typer.Option(help="Compute dtype under autocast: bf16, fp16; or none.")] = None,
+    checkpointing: Annotated[
+        bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Gradient checkpointing.")
+    ] = None,
+    attention: Annotated[str | None, typer.Option(help="eager, sdpa, flash, flex.")] = None,
+    loss: Annotated[str | None, typer.Option(help="plain, fused, fused_linear, chunked.")] = None,
+    framework: Annotated[str | None, typer.Option(help="As trl, torchtune, deepspeed, megatron.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The data file: its sequence lengths are read.")] = None,
+    headroom: Annotated[float | None, typer.Option(help="Share of the card that is to stay free.")] = None,
+    held: Annotated[str | None, typer.Option(help="Memory that others hold on the card, as 1GiB.")] = None,
+    alloc_conf: Annotated[str | None, typer.Option(help="PYTORCH_CUDA_ALLOC_CONF.")] = None,
+    format: Annotated[str | None, typer.Option(help="Of another framework's file, where it is not seen from it.")] = None,
+    diff: Annotated[str | None, typer.Option(help="A second target, to compare with.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Every term with its numbers.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write memory over the step to FILE (.svg or .png).")] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, one line a phase.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """What a job will need: memory by class and tier, disk, bytes per step, steps at risk. Loads no model."""
-    from overspill.cli.jobs import load_job, refuse_missing_data
+    """What a job will need, before it starts: memory of a card by phase, or of this machine by tier. Loads no model."""
+    flags: dict[str, Any] = {
+        "model.path": model, "params": params, "method.rank": rank, "device.gpu": gpu, "parallel.gpus": gpus,
+        "parallel.data": shard, "parallel.tensor": tensor, "parallel.pipeline": pipeline,
+        "train.micro_batch": micro_batch, "data.seq_len": seq_len, "optimizer.name": optimizer, "model.dtype": dtype,
+        "model.autocast": autocast, "model.gradient_checkpointing": checkpointing, "kernels.attention": attention,
+        "kernels.loss": loss, "framework.name": framework, "device.headroom": headroom, "device.held_nbytes": held,
+        "device.alloc_conf": alloc_conf, **_method(method),
+    }  # fmt: skip
+    if targets is not None:
+        flags["method.targets"] = tuple(part.strip() for part in targets.split(",") if part.strip())
+    asked_for_a_card = any(value is not None for value in flags.values()) or diff or explain or plot or as_csv or data
+    if target is not None and not asked_for_a_card and Path(target).suffix in (".toml", ".json"):
+        from overspill.cli.jobs import load_job, refuse_missing_data
 
-    job = load_job(job_file, settings or [])
-    refuse_missing_data(job)
-    plan, forecast = resolve(job, Path("runs"))
-    if as_json:
-        print_json(forecast_json(plan, forecast))
+        if _is_this_machines(Path(target), settings):
+            job = load_job(Path(target), settings or [])
+            refuse_missing_data(job)
+            plan, forecast = resolve(job, Path("runs"))
+            print_json(forecast_json(plan, forecast)) if as_json else print_forecast(job, plan, forecast)
+            return
+    _forecast_card(target, flags, settings or [], format, diff, data, plot=plot, explain=explain, as_csv=as_csv,
+                   as_json=as_json)  # fmt: skip
+
+
+def _method(name: str | None) -> dict[str, Any]:
+    if name is None:
+        return {}
+    known: dict[str, dict[str, Any]] = {
+        "full": {"method.kind": "full"},
+        "lora": {"method.kind": "lora"},
+        "qlora": {"method.kind": "lora", "method.base": "nf4", "method.double_quant": True},
+    }
+    from overspill.errors import OverspillError
+
+    if name.lower() not in known:
+        raise OverspillError("OVS101", "No such method.", field="--method", value=name, limit=", ".join(known))
+    return known[name.lower()]
+
+
+def _is_this_machines(file: Path, settings: list[str] | None) -> bool:
+    """A job file that names no card and nothing that only a GPU framework does: a run of `overspill train` here."""
+    from overspill.cli.device import is_own_job
+    from overspill.cli.jobs import load_job
+
+    if file.suffix == ".json" and not is_own_job(file):
+        return False
+    job = load_job(file, settings or [])
+    return job.device.gpu is None and job.parallel.gpus == 1 and job.framework.name in ("torch", "overspill")
+
+
+def _forecast_card(
+    target: str | None,
+    flags: dict[str, Any],
+    settings: list[str],
+    format: str | None,
+    diff: str | None,
+    data: Path | None,
+    *,
+    plot: Path | None,
+    explain: bool,
+    as_csv: bool,
+    as_json: bool,
+) -> None:
+    from overspill.cli import device
+    from overspill.forecast.device.result import forecast_device
+
+    asked = device.make(target, flags, settings, format=format)
+    if data is not None:
+        device.read_lengths(asked, data)
+    bare = target is not None and not any(
+        flags.get(name) is not None for name in ("method.kind", "model.gradient_checkpointing")
+    )
+    is_model = target is None or not Path(target).is_file()
+    if bare and is_model and not (as_json or as_csv or explain or diff or plot):
+        device.print_grid(asked)
+        return
+    forecast = forecast_device(asked.job, asked.shape, asked.card, name=asked.name)
+    if diff is not None:
+        other = device.make(diff, flags, settings, format=format)
+        second = forecast_device(other.job, other.shape, other.card, name=other.name)
+        device.compare((target or asked.name, forecast), (diff, second))
+        return
+    if plot is not None:
+        device.write_plot(asked, forecast, plot)
+    if as_csv:
+        print(device.to_csv(forecast), end="")
+    elif as_json:
+        device.print_as_json(asked, forecast)
     else:
-        print_forecast(job, plan, forecast)
+        device.print_one(asked, forecast, explain=explain)
 
 
 def resolve(job: Job, state: Path) -> tuple[Plan, Forecast]:

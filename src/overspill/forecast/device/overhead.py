@@ -70,7 +70,8 @@ def shown(
     if communicators:
         low_extra += one.low_nbytes
         high_extra += communicators * one.high_nbytes
-    if capacity_nbytes is not None:
+    fits = capacity_nbytes is not None and allocated_nbytes + low_extra <= capacity_nbytes
+    if capacity_nbytes is not None and fits:
         likely = max(allocated_nbytes, min(likely, capacity_nbytes - low_extra))
     streams = _stream_nbytes(resolved, likely - allocated_nbytes, allocated_nbytes)
     high = round(likely * (1 + ALLOCATED_SPREAD)) + streams
@@ -78,7 +79,7 @@ def shown(
     middle = (low_extra + high_extra) // 2
     reserved = Range(low, likely + streams // 2, high)
     smi = Range(low + low_extra, reserved.likely + middle, high + high_extra)
-    if capacity_nbytes is not None:
+    if capacity_nbytes is not None and fits:
         reserved = _capped(reserved, capacity_nbytes - low_extra)
         smi = _capped(smi, capacity_nbytes)
     spread = round(allocated_nbytes * ALLOCATED_SPREAD)
