@@ -17,7 +17,7 @@ from overspill.forecast.allocator_settings import AllocatorSettings
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.events import Event
 
-__all__ = ["Range", "Shown", "probability_above", "shown"]
+__all__ = ["Range", "Shown", "needed", "probability_above", "shown"]
 
 #: Communicators that a process makes beside the world's: one for each kind of group that it is in.
 _WORLD = 1
@@ -37,39 +37,36 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The three figures. constrained: what the job needs when the allocator must give back what it caches."""
+    """What the allocator holds, and what nvidia-smi shows."""
 
-    allocated: Range
     reserved: Range
     smi: Range
-    constrained: Range
+
+
+def needed(allocated_nbytes: int, resolved: Resolved, *, torch: str | None = None) -> tuple[Range, Range]:
+    """(allocated, what the card must have): the latter when the allocator gives back all that it caches."""
+    low_extra, high_extra = _outside(resolved, torch)
+    spread = round(allocated_nbytes * ALLOCATED_SPREAD)
+    allocated = Range(allocated_nbytes - spread, allocated_nbytes, allocated_nbytes + spread)
+    middle = (low_extra + high_extra) // 2
+    return allocated, Range(allocated.low + low_extra, allocated.likely + middle, allocated.high + high_extra)
 
 
 def shown(
     allocated_nbytes: int,
     events: list[Event],
     resolved: Resolved,
+    settings: AllocatorSettings,
     *,
     capacity_nbytes: int | None,
-    alloc_conf: str = "",
     torch: str | None = None,
 ) -> Shown:
-    """The figures of one rank. capacity_nbytes: what the runtime offers, less what others hold; None: not known.
-
-    Raises OverspillError OVS101, OVS102 for an alloc_conf that torch would refuse.
-    """
-    settings = AllocatorSettings.parse(alloc_conf)
+    """The figures of one rank. capacity_nbytes: what the runtime offers, less what others hold; None: not known."""
     free = replay(events, settings)
     # The closed form counts what the stream leaves out (gradients in flight, gathered units): the larger is right.
     scale = max(1.0, allocated_nbytes / max(1, free.allocated_peak_nbytes))
     likely = round(free.reserved_peak_nbytes * scale)
-    bare = context(torch=torch)
-    communicators = _communicators(resolved)
-    one = nccl_communicator()
-    low_extra, high_extra = bare.low_nbytes, bare.high_nbytes
-    if communicators:
-        low_extra += one.low_nbytes
-        high_extra += communicators * one.high_nbytes
+    low_extra, high_extra = _outside(resolved, torch)
     fits = capacity_nbytes is not None and allocated_nbytes + low_extra <= capacity_nbytes
     if capacity_nbytes is not None and fits:
         likely = max(allocated_nbytes, min(likely, capacity_nbytes - low_extra))
@@ -82,10 +79,18 @@ def shown(
     if capacity_nbytes is not None and fits:
         reserved = _capped(reserved, capacity_nbytes - low_extra)
         smi = _capped(smi, capacity_nbytes)
-    spread = round(allocated_nbytes * ALLOCATED_SPREAD)
-    allocated = Range(allocated_nbytes - spread, allocated_nbytes, allocated_nbytes + spread)
-    constrained = Range(allocated.low + low_extra, allocated.likely + middle, allocated.high + high_extra)
-    return Shown(allocated, reserved, smi, constrained)
+    return Shown(reserved, smi)
+
+
+def _outside(resolved: Resolved, torch: str | None) -> tuple[int, int]:
+    """Least and most of what the process holds beside torch's allocator."""
+    bare, one = context(torch=torch), nccl_communicator()
+    low, high = bare.low_nbytes, bare.high_nbytes
+    communicators = _communicators(resolved)
+    if communicators:
+        low += one.low_nbytes
+        high += communicators * one.high_nbytes
+    return low, high
 
 
 def _capped(one: Range, capacity: int) -> Range:

@@ -7,14 +7,16 @@ make it fit. JSON by pydantic; the terminal's form is cli/device.py's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import cache, cached_property
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, computed_field, model_validator
 
 from overspill.catalog.accelerators import Accelerator
 from overspill.errors import OverspillError
 from overspill.forecast.device.core import Rank, forecast_ranks, run_of_rank
-from overspill.forecast.device.overhead import Range, probability_above, shown
+from overspill.forecast.allocator_settings import AllocatorSettings
+from overspill.forecast.device.overhead import Range, Shown, needed, probability_above, shown
 from overspill.forecast.device.phases import CATEGORIES, Instant
 from overspill.forecast.device.stream import step_events
 from overspill.job import Job
@@ -87,8 +89,6 @@ class DeviceForecast(Frozen):
     held_nbytes: Nbytes = 0
     headroom: float = 0.1
     allocated: Figure
-    reserved: Figure
-    smi: Figure
     needed: Figure
     resting_nbytes: Nbytes
     peak_phase: str
@@ -106,6 +106,36 @@ class DeviceForecast(Frozen):
     shrinks: dict[str, int] = Field(
         default_factory=dict, description="Of the peak: bytes that more ranks would split, and that they would not."
     )
+    _shown: Callable[[], Shown] | None = PrivateAttr(default=None)
+    _read: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @computed_field(description="What torch's allocator holds.")  # type: ignore[prop-decorator]
+    @cached_property
+    def reserved(self) -> Figure:
+        """From the replay of the step's allocations, which is made when it is first asked for."""
+        return self._figure("reserved")
+
+    @computed_field(description="What nvidia-smi shows for the process.")  # type: ignore[prop-decorator]
+    @cached_property
+    def smi(self) -> Figure:
+        """Reserved, with the context and the communicators."""
+        return self._figure("smi")
+
+    def _figure(self, name: str) -> Figure:
+        if name in self._read:
+            return Figure.read(self._read[name])
+        assert self._shown is not None, "a forecast is built by forecast_device, or read from its JSON"
+        return Figure.of(getattr(self._shown(), name))
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _computed_come_back(cls, data: Any, build: Any) -> Self:
+        if not isinstance(data, dict):
+            return build(data)  # type: ignore[no-any-return]
+        read = {name: data[name] for name in ("reserved", "smi") if name in data}
+        made: Self = build({name: value for name, value in data.items() if name not in read})
+        made._read.update(read)
+        return made
 
 
 def forecast_device(job: Job, shape: ModelShape, card: Accelerator | None = None, *, name: str = "") -> DeviceForecast:
@@ -135,18 +165,22 @@ def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, 
     held = job.device.held_nbytes
     usable = card.usable_nbytes if card is not None else None
     room = usable - held if usable is not None else None
-    events = step_events(facts, rank.units, rank.resolved, run_of_rank(job, facts, rank.resolved))
-    figures = shown(
-        peak.total_nbytes, events, rank.resolved, capacity_nbytes=room, alloc_conf=job.device.alloc_conf,
-        torch=job.framework.versions.get("torch"),
-    )  # fmt: skip
+    torch = job.framework.versions.get("torch")
+    settings = AllocatorSettings.parse(job.device.alloc_conf)
+    allocated, need = needed(peak.total_nbytes, rank.resolved, torch=torch)
+
+    @cache
+    def figures() -> Shown:
+        events = step_events(facts, rank.units, rank.resolved, run_of_rank(job, facts, rank.resolved))
+        return shown(peak.total_nbytes, events, rank.resolved, settings, capacity_nbytes=room, torch=torch)
+
     probability = verdict = None
     reason = ""
     if room is not None and card is not None:
-        probability = probability_above(figures.constrained, room)
-        verdict, reason = _verdict(peak, figures.constrained, room, job.device.headroom, probability, card, held)
+        probability = probability_above(need, room)
+        verdict, reason = _verdict(peak, need, room, job.device.headroom, probability, card, held)
     units = rank.units
-    return DeviceForecast(
+    made = DeviceForecast(
         model=name or job.model.path,
         family=shape.family,
         parameters=shape.total_numel,
@@ -157,10 +191,8 @@ def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, 
         usable_nbytes=usable,
         held_nbytes=held,
         headroom=job.device.headroom,
-        allocated=Figure.of(figures.allocated),
-        reserved=Figure.of(figures.reserved),
-        smi=Figure.of(figures.smi),
-        needed=Figure.of(figures.constrained),
+        allocated=Figure.of(allocated),
+        needed=Figure.of(need),
         resting_nbytes=rank.rest.total_nbytes,
         peak_phase=peak.phase,
         peak_category=_largest_category(peak),
@@ -176,8 +208,10 @@ def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, 
             AssumedDefault(field=one.field, value=one.value, why=one.why) for one in rank.resolved.assumed
         ),
         notes=rank.resolved.notes,
-        shrinks=_shrinks(rank, units.total(lambda unit: float(unit.numel))),
+        shrinks=_shrinks(rank),
     )  # fmt: skip
+    made._shown = figures
+    return made
 
 
 def _refuse_long(job: Job, shape: ModelShape) -> None:
@@ -229,7 +263,7 @@ def _verdict(
     return "fits", f"It needs {format_nbytes(need.likely)} {where}, of {there}."
 
 
-def _shrinks(rank: Rank, numel: float) -> dict[str, int]:
+def _shrinks(rank: Rank) -> dict[str, int]:
     """Which part of the peak more data-parallel ranks would split (issue of buffers that do not shrink)."""
     peak, sharding = rank.peak, rank.resolved.sharding
     split = 0
@@ -240,6 +274,3 @@ def _shrinks(rank: Rank, numel: float) -> dict[str, int]:
     if sharding.splits_gradients:
         split += peak.gradients
     return {"with more ranks": split, "whatever their number": peak.total_nbytes - split}
-
-
-Score = Callable[[Job], DeviceForecast]

@@ -235,7 +235,7 @@ def step_events(
     run_of: Callable[[LayerKind], Run],
     *,
     steps: int = 2,
-    runs: int = 8,
+    runs: int = 16,
 ) -> list[Event]:
     """The events of ``steps`` steps from a fresh process on. runs: layers that are run; the others only keep theirs.
 
