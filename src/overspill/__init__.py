@@ -16,6 +16,7 @@ _HOME_BY_NAME = {
     "Job": "overspill.job",
     "Machine": "overspill.machine",
     "Plan": "overspill.plan",
+    "DeviceForecast": "overspill.forecast.device.result",
     "Forecast": "overspill.forecast",
     "StepReport": "overspill.report",
     "forecast": "overspill.forecast",
@@ -29,7 +30,8 @@ __all__ = ["__version__", *sorted(_HOME_BY_NAME)]
 if TYPE_CHECKING:
     from overspill.errors import OverspillError as OverspillError
     from overspill.forecast import Forecast as Forecast
-    from overspill.forecast import forecast as forecast
+    from overspill.forecast import forecast_job as forecast
+    from overspill.forecast.device.result import DeviceForecast as DeviceForecast
     from overspill.job import Job as Job
     from overspill.machine import Machine as Machine
     from overspill.plan import Plan as Plan
@@ -43,7 +45,9 @@ def __getattr__(name: str) -> Any:
     home = _HOME_BY_NAME.get(name)
     if home is None:
         raise AttributeError(f"module 'overspill' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    module = importlib.import_module(home)
+    # overspill.forecast is a package that can be called: see the note in it.
+    value = module if name == "forecast" else getattr(module, name)
     globals()[name] = value
     return value
 
