@@ -117,6 +117,21 @@ def reason_to_leave_out(row: dict[str, str], built: dict[str, Any] | None) -> st
     return None
 
 
+def plain(text: str) -> str:
+    """A source or a note without the collector's own marks; what was recalled and not read is called so."""
+    text = re.sub(r"\s*\(stored (?:public )?file id \d+\)", "", text)
+    for old, new in (
+        ("memory of the model card / config.json", "recalled: model card and config.json"),
+        ("from recalled:", "recalled:"),
+        ("memory-sourced", "recalled"),
+        ("from memory", "recalled"),
+        ("remembered", "recalled"),
+        ("memory", "recalled"),
+    ):
+        text = text.replace(old, new)
+    return text
+
+
 def with_prediction_layer(shape: ModelShape) -> dict[int, str]:
     """Counts of a file that holds what transformers leaves out → what that is.
 
@@ -140,7 +155,7 @@ def with_prediction_layer(shape: ModelShape) -> dict[int, str]:
 def note_of(row: dict[str, str], shape: ModelShape) -> str:
     if row["match"] == "differs-mtp":
         return with_prediction_layer(shape)[int(row["published_figure"])]
-    parts = [row["notes"]] if row["notes"] else []
+    parts = [plain(row["notes"])] if row["notes"] else []
     if row["match"] == "differs":
         parts.append("taken with the count of its config, which was read in the source; the other figure was recalled")
     if row["hf_id"] in READ_FROM_COPY:
@@ -179,12 +194,10 @@ def catalogue(facts: Path, collected: str) -> tuple[str, dict[str, list[str]]]:
         line: dict[str, Any] = {"id": row["hf_id"]}
         if row["hf_id"] in RENAMED:
             line["also"] = RENAMED[row["hf_id"]]
-        line |= {"config": config, "source": row["source"], "confidence": row["confidence"], "numel": stated}
+        line |= {"config": config, "source": plain(row["source"]), "confidence": row["confidence"], "numel": stated}
         published = int(row["published_figure"]) if row["published_figure"] else None
         if published == stated:
-            line["figure"] = re.sub(r"\s*\(stored public file id \d+\)", "", row["published_source"]).replace(
-                "memory", "recalled"
-            )
+            line["figure"] = plain(row["published_source"])
         elif published is not None:
             line["published"] = published
         note = note_of(row, shape)
