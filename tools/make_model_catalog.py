@@ -120,6 +120,7 @@ def reason_to_leave_out(row: dict[str, str], built: dict[str, Any] | None) -> st
 def plain(text: str) -> str:
     """A source or a note without the collector's own marks; what was recalled and not read is called so."""
     text = re.sub(r"\s*\(stored (?:public )?file id \d+\)", "", text)
+    text = re.sub(r"stored (?:public )?file id \d+:\s*", "", text)
     for old, new in (
         ("memory of the model card / config.json", "recalled: model card and config.json"),
         ("from recalled:", "recalled:"),
