@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overspill.catalog.models import every_model
@@ -164,6 +164,7 @@ JUNK = st.one_of(
 SMALL = [(family, sizes) for family, _, sizes in CASES]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(SMALL), st.data())
 def test_a_config_with_one_odd_value_is_read_or_refused_in_a_sentence(
     case: tuple[str, dict[str, Any]], data: Any
