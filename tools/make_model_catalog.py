@@ -117,28 +117,46 @@ def reason_to_leave_out(row: dict[str, str], built: dict[str, Any] | None) -> st
     return None
 
 
-def numel_with_prediction_layer(shape: ModelShape) -> int | None:
-    """The count of a file that holds what transformers leaves out: one multi-token-prediction layer, and router biases.
+def plain(text: str) -> str:
+    """A source or a note without the collector's own marks; what was recalled and not read is called so."""
+    text = re.sub(r"\s*\(stored (?:public )?file id \d+\)", "", text)
+    text = re.sub(r"stored (?:public )?file id \d+:\s*", "", text)
+    for old, new in (
+        ("memory of the model card / config.json", "recalled: model card and config.json"),
+        ("from recalled:", "recalled:"),
+        ("memory-sourced", "recalled"),
+        ("from memory", "recalled"),
+        ("remembered", "recalled"),
+        ("memory", "recalled"),
+    ):
+        text = text.replace(old, new)
+    return text
 
-    Such a layer is one with experts, a projection of two hidden vectors to one, three norms, and a copy of embeddings
-    and head; each router has a correction bias that transformers keeps as a buffer. None without experts.
+
+def with_prediction_layer(shape: ModelShape) -> dict[int, str]:
+    """Counts of a file that holds what transformers leaves out → what that is.
+
+    A multi-token-prediction layer is a layer with experts, a projection of two hidden vectors to one, and three norms;
+    some files repeat embeddings and head in it. Each router has a correction bias that transformers keeps as a buffer.
     """
     assert shape.facts is not None
-    kind = next((kind for kind in shape.facts.text.kinds if kind.moe is not None), None)
-    if kind is None or kind.moe is None:
-        return None
-    hidden, biases = shape.facts.hidden, (kind.count + 1) * kind.moe.experts
-    layer = kind.numel + 2 * hidden * hidden + 3 * hidden + 2 * shape.facts.vocab * hidden
-    return shape.total_numel + layer + biases
+    kinds = [kind for kind in shape.facts.text.kinds if kind.moe is not None]
+    hidden, found = shape.facts.hidden, {}
+    for kind in kinds:
+        assert kind.moe is not None
+        biases = (sum(each.count for each in kinds) + 1) * kind.moe.experts
+        count = shape.total_numel + kind.numel + 2 * hidden * hidden + 3 * hidden + biases
+        one = "the published figure counts one layer for multi-token prediction"
+        rest = "and router biases that transformers keeps as buffers; equal to the unit with them"
+        found[count] = f"{one} {rest}"
+        found[count + 2 * shape.facts.vocab * hidden] = f"{one}, with its copy of embeddings and head, {rest}"
+    return found
 
 
-def note_of(row: dict[str, str]) -> str:
+def note_of(row: dict[str, str], shape: ModelShape) -> str:
     if row["match"] == "differs-mtp":
-        return (
-            "the published figure counts one layer for multi-token prediction, with its copy of embeddings and head, "
-            "and router biases that transformers keeps as buffers: equal to the unit with them"
-        )
-    parts = [row["notes"]] if row["notes"] else []
+        return with_prediction_layer(shape)[int(row["published_figure"])]
+    parts = [plain(row["notes"])] if row["notes"] else []
     if row["match"] == "differs":
         parts.append("taken with the count of its config, which was read in the source; the other figure was recalled")
     if row["hf_id"] in READ_FROM_COPY:
@@ -168,7 +186,8 @@ def catalogue(facts: Path, collected: str) -> tuple[str, dict[str, list[str]]]:
             else:
                 numel = shape.total_numel
                 reason = None if numel == stated else f"the config gives {numel}, and {stated} is stated"
-                if row["match"] == "differs-mtp" and numel_with_prediction_layer(shape) != int(row["published_figure"]):
+                published = int(row["published_figure"] or 0)
+                if row["match"] == "differs-mtp" and published not in with_prediction_layer(shape):
                     reason = "published with a layer for multi-token prediction that is not built"
         if reason is not None:
             left_out.setdefault(reason, []).append(row["hf_id"])
@@ -176,15 +195,13 @@ def catalogue(facts: Path, collected: str) -> tuple[str, dict[str, list[str]]]:
         line: dict[str, Any] = {"id": row["hf_id"]}
         if row["hf_id"] in RENAMED:
             line["also"] = RENAMED[row["hf_id"]]
-        line |= {"config": config, "source": row["source"], "confidence": row["confidence"], "numel": stated}
+        line |= {"config": config, "source": plain(row["source"]), "confidence": row["confidence"], "numel": stated}
         published = int(row["published_figure"]) if row["published_figure"] else None
         if published == stated:
-            line["figure"] = re.sub(r"\s*\(stored public file id \d+\)", "", row["published_source"]).replace(
-                "memory", "recalled"
-            )
+            line["figure"] = plain(row["published_source"])
         elif published is not None:
             line["published"] = published
-        note = note_of(row)
+        note = note_of(row, shape)
         lines.append(json.dumps(line | ({"note": note} if note else {}), ensure_ascii=False))
     for line in json.loads(MORE.read_text(encoding="utf-8")):
         if ModelShape.from_config(line["config"]).total_numel != line["numel"]:

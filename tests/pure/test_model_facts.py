@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overspill.catalog.models import every_model
@@ -161,18 +161,26 @@ JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-(1 << 40), 1 << 40), st.floats(), st.text(max_size=5), st.just([]),
     st.just({}), st.lists(st.integers(-2, 9), max_size=3),
 )  # fmt: skip
+#: Keys that a file may hold and that families read where it does.
+OPTIONAL = (
+    "rope_parameters", "layer_types", "architectures", "rotary_dim", "head_dim", "mlp_layer_types", "time_step_rank",
+    "no_rope_layers", "moe_layers", "mlp_only_layers", "attention_types", "sliding_window", "fullatt_block_indexes",
+)  # fmt: skip
 SMALL = [(family, sizes) for family, _, sizes in CASES]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(SMALL), st.data())
 def test_a_config_with_one_odd_value_is_read_or_refused_in_a_sentence(
     case: tuple[str, dict[str, Any]], data: Any
 ) -> None:
     family, sizes = case
-    key = data.draw(st.sampled_from(sorted(sizes)))
-    value = data.draw(JUNK)
+    nested = sorted(key for key, value in sizes.items() if isinstance(value, dict))
+    at = data.draw(st.sampled_from([None, *nested]))
+    table = sizes if at is None else sizes[at]
+    changed = table | {data.draw(st.sampled_from(sorted({*table, *OPTIONAL}, key=str))): data.draw(JUNK)}
     try:
-        shape = ModelShape.from_config(sizes | {key: value, "model_type": family})
+        shape = ModelShape.from_config((changed if at is None else sizes | {at: changed}) | {"model_type": family})
     except OverspillError as error:
         assert error.code == "OVS201"
     else:

@@ -24,6 +24,7 @@ MLA = MOE | {
     "kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20,
     "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
+INDEXED = MLA | {"index_n_heads": 2, "index_head_dim": 12, "index_topk": 16}
 DELTA = MANY | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 20,
     "shared_expert_intermediate_size": 56, "head_dim": 24,
@@ -109,6 +110,8 @@ CASES: list[Case] = [
     ("qwen3_moe", None, MANY | {"decoder_sparse_step": 2}),
     ("olmoe", None, MANY),
     ("granitemoe", None, LOCAL),
+    ("granitemoeshared", None, LOCAL | {"shared_intermediate_size": 56}),
+    ("granitemoeshared", None, LOCAL),
     ("phimoe", None, LOCAL | {"attention_bias": True, "lm_head_bias": True}),
     ("minimax_m2", None, LOCAL | {"head_dim": 24}),
     ("gpt_oss", None, LOCAL | {"head_dim": 24}),
@@ -117,6 +120,10 @@ CASES: list[Case] = [
     ("deepseek_v2", None, MLA | {"q_lora_rank": None, "attention_bias": True, "mlp_bias": True}),
     ("deepseek_v3", None, MLA),
     ("deepseek_v3", None, MLA | {"q_lora_rank": None}),
+    ("deepseek_v32", None, INDEXED),
+    ("glm_moe_dsa", None, INDEXED),
+    ("glm_moe_dsa", None, INDEXED | {"index_topk_freq": 2, "index_skip_topk_offset": 1, "num_hidden_layers": 5}),
+    ("minicpm3", None, {key: value for key, value in MLA.items() if "expert" not in key} | {"scale_emb": 3}),
     ("llama4_text", None, LOCAL | {"head_dim": 24, "intermediate_size_mlp": 112, "interleave_moe_layer_step": 2}),
     ("qwen3_next", None, DELTA | {"num_hidden_layers": 5}),
     ("qwen3_next", None, DELTA | {"mlp_only_layers": [1]}),

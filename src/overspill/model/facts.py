@@ -85,7 +85,9 @@ class AttentionFacts:
     multiplied with a gate from the input. fused_qkv: one projection gives q, k and v, which are views of its output.
     q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim: latent attention (MLA); 0 where it has none, and
     q_lora_rank is 0 where queries are not compressed. dropout: on attention weights. For ``linear`` and ``ssm``,
-    conv_kernel is the width of the causal convolution and state_dim the recurrent state's, a head.
+    conv_kernel is the width of the causal convolution and state_dim the recurrent state's, a head. For ``sparse``, an
+    indexer of index_heads heads of index_head_dim scores all tokens, and index_topk of them are attended; index_heads
+    is 0 in a layer that takes over the choice of the one before.
     """
 
     kind: AttentionKind = "full"
@@ -112,6 +114,9 @@ class AttentionFacts:
     qk_rope_head_dim: int = 0
     conv_kernel: int = 0
     state_dim: int = 0
+    index_heads: int = 0
+    index_head_dim: int = 0
+    index_topk: int = 0
 
     @property
     def query_width(self) -> int:

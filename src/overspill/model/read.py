@@ -58,7 +58,8 @@ def read_model(name_or_path: str | Path) -> FoundModel:
     cached = _cached_snapshot(name)
     if cached is not None:
         return FoundModel(name, "hub cache", str(cached), _config_in(cached / "config.json"))
-    alike = same_shape_by_name(name)
+    # What is written as a path is meant as one: a missing directory is not somebody else's model.
+    alike = None if name.startswith((".", "/", "~")) or name.count("/") > 1 else same_shape_by_name(name)
     if alike is not None:
         return _listed(alike, f"{name} is taken for a copy or a tuned release of {alike.name}, by its name.")
     near = nearest_names(name)

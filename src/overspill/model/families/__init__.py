@@ -21,8 +21,9 @@ _BY_FILE: Final = {
     "styles": """
         llama mistral ministral ministral3 qwen2 qwen3 smollm3 gemma gemma2 gemma3_text phi3 olmo olmo2
         olmo3 granite seed_oss exaone4 ernie4_5 helium nemotron stablelm starcoder2 phi cohere cohere2 glm
-        glm4 mixtral qwen2_moe qwen3_moe olmoe granitemoe phimoe minimax_m2 gpt_oss glm4_moe deepseek_v2
-        deepseek_v3 llama4_text qwen3_next qwen3_5_text qwen3_5_moe_text
+        glm4 mixtral qwen2_moe qwen3_moe olmoe granitemoe granitemoeshared phimoe minimax_m2 gpt_oss
+        glm4_moe deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa minicpm3 llama4_text qwen3_next
+        qwen3_5_text qwen3_5_moe_text
     """,
     "classic": """
         gpt2 gpt_bigcode gpt_neo gptj gpt_neox opt bloom mpt llmfoundry_mpt falcon

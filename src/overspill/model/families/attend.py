@@ -6,14 +6,14 @@ of the options in ``Attend``, is in llama_line.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from overspill.model.build import Parts
 from overspill.model.config import Config
 from overspill.model.facts import AttentionFacts, AttentionKind, NormKind
 
-__all__ = ["Attend", "Mixer", "delta", "grouped", "head_dim_of", "latent", "rotary_dim_of", "window_of"]
+__all__ = ["Attend", "Mixer", "delta", "grouped", "head_dim_of", "indexed", "latent", "rotary_dim_of", "window_of"]
 
 Mixer = tuple[Parts, AttentionFacts]
 
@@ -131,7 +131,8 @@ def latent(config: Config, style: Attend, norm: NormKind, kind: AttentionKind, r
     """Multi-head latent attention: queries and keys/values pass a low rank; a part of each head is rotated."""
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     q_rank, kv_rank = config.integer("q_lora_rank", 0), config.number("kv_lora_rank")
-    nope, rotated, value = (config.number(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    nope, rotated = config.number("qk_nope_head_dim"), config.number("qk_rope_head_dim")
+    value = config.integer("v_head_dim", 0) or hidden // heads
     bias = says(config, style.qkv_bias)
     parts = Parts()
     if q_rank:
@@ -156,6 +157,20 @@ def latent(config: Config, style: Attend, norm: NormKind, kind: AttentionKind, r
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rotated,
     )
+
+
+def indexed(config: Config, style: Attend, norm: NormKind, *, shared: bool) -> Mixer:
+    """Latent attention over tokens that an indexer selects (DeepSeek-V3.2); shared: the layer before has selected."""
+    parts, facts = latent(config, style, norm, "sparse", True)
+    heads, dim = config.number("index_n_heads"), config.number("index_head_dim")
+    if not shared:
+        hidden = config.number("hidden_size")
+        parts.linear("indexer.wq_b", facts.q_lora_rank, heads * dim).linear("indexer.wk", hidden, dim)
+        parts.norm("indexer.k_norm", dim, bias=True).linear("indexer.weights_proj", hidden, heads)
+    chosen = replace(
+        facts, index_heads=0 if shared else heads, index_head_dim=dim, index_topk=config.number("index_topk")
+    )
+    return parts, chosen
 
 
 def delta(config: Config, *, fused: bool) -> Mixer:

@@ -13,7 +13,7 @@ from overspill.model.build import Parts
 from overspill.model.config import Config
 from overspill.model.facts import MlpFacts, MoeFacts
 
-__all__ = ["Experts", "activation_of", "gated", "mixture", "plain"]
+__all__ = ["Experts", "activation_of", "gated", "mixture", "plain", "shared_fused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class Experts:
     router_fp32: bool = False
     scores: Literal["softmax", "sigmoid"] = "softmax"
     shared: str | None = None
+    shared_fused: bool = False
     shared_width: str = "n_shared_experts"
     shared_gate: bool = False
     shared_bias: str = ""
@@ -100,8 +101,15 @@ def mixture(config: Config, style: Experts) -> tuple[Parts, MoeFacts]:
     )
 
 
+def shared_fused(config: Config, width: int) -> tuple[Parts, MlpFacts]:
+    """Granite's shared expert, which stands beside the mixture and not in it."""
+    hidden = config.number("hidden_size")
+    parts = Parts().linear("input_linear", hidden, 2 * width).linear("output_linear", width, hidden)
+    return parts, MlpFacts("fused_gated", width, activation_of(config))
+
+
 def _shared(config: Config, style: Experts, parts: Parts, width: int) -> MlpFacts | None:
-    if style.shared is None:
+    if style.shared is None or style.shared_fused:
         return None
     by_count = style.shared_width == "n_shared_experts"
     wide = width * config.integer("n_shared_experts", 1) if by_count else config.number(style.shared_width)

@@ -7,14 +7,14 @@ One ``Style`` says how a family differs from Llama. Names and order are those of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from overspill.model.build import Assembly, Built, Parts
 from overspill.model.config import Config
 from overspill.model.facts import LayerKind, MlpFacts, MoeFacts, NormKind, Stack
-from overspill.model.families.attend import Attend, Mixer, delta, grouped, latent
-from overspill.model.families.feed import Experts, gated, mixture, plain
+from overspill.model.families.attend import Attend, Mixer, delta, grouped, indexed, latent
+from overspill.model.families.feed import Experts, gated, mixture, plain, shared_fused
 
 __all__ = ["Signature", "Style", "decoder", "text_facts", "text_model"]
 
@@ -70,6 +70,8 @@ def _answer(config: Config, key: str | bool) -> bool:
 def _mixer(config: Config, style: Style, kind: str, rope: bool) -> tuple[str, Mixer]:
     if kind == "linear":
         return "linear_attn", delta(config, fused=style.delta == "fused")
+    if kind.startswith("sparse"):
+        return "self_attn", indexed(config, style.attend, style.norm, shared=kind == "sparse, shared")
     attend: Any = latent if style.latent else grouped
     return "self_attn", attend(config, style.attend, style.norm, kind, rope)
 
@@ -100,6 +102,12 @@ def layer_of(config: Config, style: Style, signature: Signature) -> LayerKind:
         norms.norm(norm, hidden, style.norm_bias)
     parts = Parts(f"{name}.").extend(mixer)
     feeding = Parts(f"{style.mlp_at}.").extend(feed)
+    if moe and experts is not None and style.experts is not None and style.experts.shared_fused:
+        wide = config.integer(style.experts.shared_width, 0)
+        if wide:
+            beside, shared = shared_fused(config, wide)
+            feeding = Parts().extend(feeding).extend(Parts(f"{style.experts.shared}.").extend(beside))
+            experts = replace(experts, shared=shared)
     layer = Parts().extend(parts)
     for piece in (norms, feeding) if style.norms_before_mlp else (feeding, norms):
         layer.extend(piece)
@@ -118,7 +126,8 @@ def layer_of(config: Config, style: Style, signature: Signature) -> LayerKind:
         moe=experts,
         parallel_residual=parallel,
         residual_dropout=config.ratio(style.residual_dropout) if style.residual_dropout else 0.0,
-        residual_scaled=style.residual_scaled and config.ratio("residual_multiplier", 1.0) != 1.0,
+        residual_scaled=style.residual_scaled
+        and (config.model_type == "minicpm3" or config.ratio("residual_multiplier", 1.0) != 1.0),
     )
 
 

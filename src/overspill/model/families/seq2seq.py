@@ -130,8 +130,8 @@ def _mamba(config: Config) -> Built:
     inner, kernel = config.integer("expand", 2) * hidden, config.integer("conv_kernel", 4)
     if config.model_type == "falcon_mamba" and config.says("intermediate_size"):
         inner = config.number("intermediate_size")
-    rank = config.get("time_step_rank", "auto")
-    rank = math.ceil(hidden / 16) if rank == "auto" else int(rank)
+    auto = config.get("time_step_rank", "auto") == "auto"
+    rank = math.ceil(hidden / 16) if auto else config.integer("time_step_rank", minimum=1)
     bias, conv_bias = config.flag("use_bias"), config.flag("use_conv_bias", True)
 
     def layer(_: object) -> LayerKind:

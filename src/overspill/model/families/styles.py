@@ -123,6 +123,25 @@ def _dense_first(config: Config) -> list[Signature]:
     return [("full", True, index >= dense) for index in range(config.number("num_hidden_layers"))]
 
 
+def _indexed(config: Config) -> list[Signature]:
+    """DeepSeek-V3.2 and GLM-5: which layers select tokens themselves, and which have experts."""
+    count, stated = config.number("num_hidden_layers"), config.get("indexer_types")
+    pattern = config.get("index_topk_pattern")
+    every, first = max(config.integer("index_topk_freq", 1), 1), config.integer("index_skip_topk_offset", 2)
+    if config.model_type == "deepseek_v32":
+        shared = [False] * count
+    elif stated or pattern:
+        shared = [str(kind)[:1].lower() == "s" for kind in stated or pattern]
+    else:
+        shared = [max(index - first + 1, 0) % every != 0 for index in range(count)]
+    feeds = config.get("mlp_layer_types")
+    dense = config.integer("first_k_dense_replace", 0)
+    sparse = [str(kind) == "sparse" for kind in feeds] if feeds else [index >= dense for index in range(count)]
+    if len(shared) != count or len(sparse) != count:
+        raise ValueError(f"indexer_types and mlp_layer_types must name {count} layers")
+    return [("sparse, shared" if shared[i] else "sparse", True, sparse[i]) for i in range(count)]
+
+
 def _all_experts(period: int) -> Callable[[Config], list[Signature]]:
     def layers(config: Config) -> list[Signature]:
         kinds = _kinds(config, lambda i: "sliding" if (i + 1) % period else "full")
@@ -142,6 +161,8 @@ _OLMO2 = Style(attend=Attend(qk_norm="full"), norm="rms_fp32", norms=_AFTER)
 _GRANITE = Style(
     mlp_bias="mlp_bias", embedding_scaled="embedding_multiplier", logits_scaled="logits_scaling", residual_scaled=True
 )
+_GRANITE_EXPERTS = Experts(count="num_local_experts", width="intermediate_size", router="router")
+_GRANITE_MOE = replace(_GRANITE, mlp_at="block_sparse_moe", norms_before_mlp=True, experts=_GRANITE_EXPERTS)
 _GLM = Style(attend=Attend(o_bias=False, rotary=0.5, fused=False), mlp="fused")
 _COHERE = Style(
     attend=Attend(qk_norm="cohere"), norm="layer_fp32", norms=("input_layernorm",), parallel=True,
@@ -225,9 +246,12 @@ STYLES: Final[dict[str, Style]] = {
         attend=Attend(qk_norm="full"), experts=Experts(width="intermediate_size"),
         layers=lambda config: [("full", True, True)] * config.number("num_hidden_layers"),
     ),
-    "granitemoe": replace(
-        _GRANITE, mlp_at="block_sparse_moe", norms_before_mlp=True,
-        experts=Experts(count="num_local_experts", width="intermediate_size", router="router"),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": replace(
+        _GRANITE_MOE,
+        experts=replace(
+            _GRANITE_EXPERTS, shared="shared_mlp", shared_fused=True, shared_width="shared_intermediate_size"
+        ),
     ),
     "phimoe": Style(
         norm="layer", norm_bias=True, head_bias="lm_head_bias",
@@ -252,6 +276,11 @@ STYLES: Final[dict[str, Style]] = {
         experts=replace(_DEEPSEEK, scores="softmax", shared_bias="mlp_bias"),
     ),
     "deepseek_v3": Style(latent=True, experts=_DEEPSEEK, layers=_dense_first),
+    "deepseek_v32": Style(experts=_DEEPSEEK, layers=_indexed),
+    "glm_moe_dsa": Style(experts=_DEEPSEEK, layers=_indexed),
+    "minicpm3": Style(
+        latent=True, mlp_bias="mlp_bias", embedding_scaled="scale_emb", residual_scaled=True, layers=_no_window,
+    ),
     "llama4_text": Style(
         attend=Attend(qk_norm="llama4"), mlp_at="feed_forward", dense_width="intermediate_size_mlp", layers=_llama4,
         experts=Experts(
