@@ -253,7 +253,7 @@ def _outer_unit(
     matrices = []
     adapter = 0
     for name, shape in facts.outer:
-        if name in facts.tied:
+        if name in facts.tied and not resolved.unties:
             continue
         is_head = head is not None and name.startswith(head + ".")
         is_embedding = not is_head and len(shape) == 2 and shape[0] >= facts.vocab
