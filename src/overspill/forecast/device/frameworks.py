@@ -13,6 +13,7 @@ from overspill.forecast.device.optimizers import optimizer_facts
 from overspill.forecast.device.settings import Assumed, Resolved, Sharding
 from overspill.forecast.device.versions import Versions
 from overspill.forecast.layers.head import LossCode
+from overspill.forecast.layers.litgpt import FIRST_PROMPT
 from overspill.forecast.layers.style import Adapter, LitGpt, Style
 from overspill.job import Job
 from overspill.model.facts import ModelFacts
@@ -285,8 +286,12 @@ def _litgpt(draft: _Draft) -> None:
     values["quantises_head"] = method.base is not None
     values["unties"] = True  # GPT has wte and lm_head; only pretrain ties them
     values["frozen_embedding"] = not full
-    values["first_prompt"] = 2 if prompt != "none" else 0  # Config.adapter_start_layer
-    draft.notes.append("LitGPT pads a batch to its longest sample; the batch before is taken to be short beside it.")
+    values["first_prompt"] = FIRST_PROMPT if prompt != "none" else 0
+    # lit-gpt of 2023 put the longest sample into the first batch, "so potential OOMs happen right away"
+    values["longest_first"] = version < (0, 2)
+    values["holds_last_step"] = version >= (0, 2)
+    if values["longest_first"] and not job.data.lengths:
+        draft.assume("data.lengths", "half of seq_len", "batches after the first, into which lit-gpt puts the longest")
     sharding: Sharding = values["sharding"]
     if sharding.kind == "fsdp1":
         if job.kernels.reentrant is None:

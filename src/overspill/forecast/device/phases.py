@@ -127,6 +127,8 @@ def _early_layers(resolved: Resolved, kinds: list[tuple[LayerKind, Run]]) -> dic
 def _head(facts: ModelFacts, resolved: Resolved, run: Run, units: Units) -> HeadFigures | None:
     if facts.head is None:
         return None
+    if resolved.sharding.flat_gradients and not units.head.trained_numel + units.head.adapter_numel:
+        run = replace(run, trained=lambda name: False)
     if resolved.style.code == "litgpt":
         return litgpt_head_figures(run, hidden=facts.hidden, vocab=facts.vocab, final_norm=facts.text.final_norm,
                                    softcap=facts.logits_softcap is not None)  # fmt: skip
@@ -241,6 +243,7 @@ class _Step:
     def _forward(self) -> list[Instant]:
         resolved, base = self.resolved, self._inputs() + self._embedding_scratch()
         kept, best, best_total = 0, None, -1
+        last, last_logits = self._last_step()
         flight = max(0, resolved.microbatches_in_flight - self.stage - 1)
         whole = sum(self._kept_of(number) for number in range(len(self.order)))
         for number, index in enumerate(self.order):
@@ -249,12 +252,13 @@ class _Step:
             gathered = self._gathered_layer(unit, 1 + (resolved.sharding.kind == "fsdp2"))
             total = kept + own + gathered
             if total > best_total:
-                best, best_total = (kept + own, gathered), total
+                best, best_total = (kept + own + last, gathered), total
             kept += self._kept_of(number)
         assert best is not None
         result = [
             self._instant(
                 "forward",
+                logits=last_logits,
                 gradients=self._earlier_gradients(),
                 activations=best[0] + base + flight * whole,
                 communication=best[1] + self._gathered_root(),
@@ -262,6 +266,16 @@ class _Step:
         ]
         if self.head is not None:
             head = self.head
+            if head.answer_nbytes + last + last_logits > head.forward_nbytes:
+                result.append(
+                    self._instant(
+                        "head",
+                        gradients=self._earlier_gradients(),
+                        activations=kept + base + flight * whole + last,
+                        logits=head.answer_nbytes + last_logits,
+                        communication=self._gathered_root(),
+                    )
+                )
             logits = head.logits_nbytes
             result.append(
                 self._instant(
@@ -275,13 +289,20 @@ class _Step:
         self.kept, self.flight = kept, flight * whole
         return result
 
+    def _last_step(self) -> tuple[int, int]:
+        """(activations, logits) of the step before that live until the model has answered."""
+        if not self.resolved.holds_last_step or self.head is None:
+            return 0, 0
+        outliving = sum(self._figures(number).outliving_nbytes for number in range(len(self.order)))
+        return outliving, self.head.held_nbytes
+
     def _embedding_scratch(self) -> int:
         return 0
 
     def _earlier_gradients(self) -> float:
         """Gradients that are there when a micro-batch begins: those of the micro-batches before it."""
         resolved = self.resolved
-        if resolved.accumulation == 1 or resolved.gradients_at_rest or resolved.update_in_backward:
+        if resolved.accumulation == 1 or resolved.longest_first or resolved.gradients_at_rest or resolved.update_in_backward:
             return 0
         return self._all_gradients()
 
@@ -331,6 +352,9 @@ class _Step:
             own = self._own_backward(number, figures)
             alive = 1 + (sharding.prefetched_units if number else 0)
             unreduced = self._unreduced(unit) * (1 + sharding.pending_reductions)
+            if sharding.flat_gradients:
+                # the pieces are in the layer's own backward; then one tensor is made of them
+                unreduced, own = 0, max(own, round(figures.boundary_nbytes + 2 * self._unreduced(unit)))
             in_layer = 0 if earlier else figures.gradients_at_peak_nbytes * (0 if sharding.splits_gradients else 1)
             one = self._instant(
                 "backward of a layer",
@@ -348,6 +372,8 @@ class _Step:
                 done += share * _gradient_nbytes(unit, resolved)
         assert best is not None
         result.append(best)
+        if resolved.longest_first and sharding.accumulates_whole and resolved.accumulation > 1:
+            result.append(self._later_micro_batch(root))
         embedding = self.units.embedding
         if embedding.trained_numel:
             dense = embedding.trained_numel * resolved.style.compute
@@ -361,6 +387,20 @@ class _Step:
                 )
             )
         return result
+
+    def _later_micro_batch(self, root: float) -> Instant:
+        """When all gradients are there: the last layer's backward in a micro-batch of half the longest's tokens."""
+        number = len(self.order) - 1
+        unit, figures = self.layers[self.order[number]][2], self._figures(number)
+        before = (self.kept - self._kept_of(number) + self._inputs()) // 2
+        own = max(self._own_backward(number, figures) // 2, round(figures.boundary_nbytes / 2 + 2 * self._unreduced(unit)))
+        return self._instant(
+            "later micro-batch",
+            gradients=self._all_gradients(),
+            activations=before + own,
+            logits=self.head.held_nbytes // 2 if self.head is not None else 0,
+            communication=root + self._gathered_layer(unit, 1 + self.resolved.sharding.prefetched_units),
+        )
 
     def _own_backward(self, number: int, figures: LayerFigures) -> int:
         if not self.checkpointed[number]:

@@ -15,9 +15,10 @@ from overspill.forecast.layers.style import LitGpt
 from overspill.forecast.tape import Category, Parameter, Tape, Tensor, ops
 from overspill.model.facts import AttentionFacts, LayerKind, LinearShape, NormKind
 
-__all__ = ["forward", "linear", "norm"]
+__all__ = ["FIRST_PROMPT", "PROMPT_TOKENS", "forward", "linear", "norm"]
 
 PROMPT_TOKENS = 10  # Config.adapter_prompt_length
+FIRST_PROMPT = 2  # Config.adapter_start_layer
 
 
 def forward(layer: Layer, kind: LayerKind, x: Tensor, run: Run) -> Tensor:
@@ -216,7 +217,17 @@ def _attention(layer: Layer, x: Tensor, facts: AttentionFacts, roles: dict[str, 
     if code.prompt != "none" and run.prompted:
         out = _prompt(layer, q, out, facts)
     del q
-    return linear(layer, out, roles["o"], roles["o"].out_features)
+    return linear(layer, _side_by_side(tape, out), roles["o"], roles["o"].out_features)
+
+
+def _side_by_side(tape: Tape, out: Tensor) -> Tensor:
+    """``y.transpose(1, 2).reshape(B, T, -1)``, a copy: queries come out of cat head by head, and flash attention lays
+    its result out as its queries (empty_like in flash_api.cpp)."""
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        return (grad,)
+
+    return tape.record((out,), (), backward, tape.new(out.numel, out.itemsize))
 
 
 def _prompt(layer: Layer, q: Tensor, out: Tensor, facts: AttentionFacts) -> Tensor:
@@ -253,9 +264,7 @@ def _scores(layer: Layer, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts
     weights = ops.softmax(tape, ops.cast(tape, scores, FP32))
     del scores
     weights = ops.cast(tape, weights, q.itemsize)
-    out = ops.matmul(tape, weights, v, tokens * facts.query_width)
-    del weights
-    return ops.scale(tape, out)  # transpose and reshape: a copy
+    return ops.matmul(tape, weights, v, tokens * facts.query_width)
 
 
 def _slice(tape: Tape, x: Tensor, numel: int) -> Tensor:

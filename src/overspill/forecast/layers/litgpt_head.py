@@ -48,6 +48,7 @@ def litgpt_head_figures(run: Run, *, hidden: int, vocab: int, final_norm: NormKi
         held.append(wide)
         del wide, output
     del outputs
+    answer = memory.peak_nbytes
     loss = _loss(tape, held, sequences, vocab, code.loss_chunk, whole=not code.head_chunk)
     forward, at_forward = memory.peak_nbytes, memory.at_peak
     kept = memory.total_nbytes
@@ -60,6 +61,7 @@ def litgpt_head_figures(run: Run, *, hidden: int, vocab: int, final_norm: NormKi
         backward_nbytes=memory.peak_nbytes,
         logits_nbytes=at_peak[Category.LOGITS],
         gradients_nbytes=memory.live[Category.GRADIENTS],
+        answer_nbytes=answer,
         held_nbytes=sum(one.storage.nbytes for one in held if one.storage is not None),
     )
 
