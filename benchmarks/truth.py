@@ -141,8 +141,10 @@ def _litgpt(row: dict[str, str]) -> dict[str, dict[str, Any]]:
     data = _base(row, "litgpt")
     method = row["method"]
     data["kernels"]["attention"] = "sdpa"
-    if row["framework"] == "litgpt":
-        data["framework"]["versions"] = {"litgpt": "0.1.0"}  # lit-gpt at the commit that the source names, of 2023
+    # lit-gpt at the commit that the source names, of 2023; "litgpt (fabric)" is of 0.4 and 0.5
+    data["framework"]["versions"] = {"litgpt": "0.1.0" if row["framework"] == "litgpt" else "0.4.13"}
+    if match := re.search(r"global batch (\d+)", row["notes"]):
+        data["train"]["accumulation"] = int(match[1]) // (_number(row, "micro_batch") * _number(row, "n_gpus"))
     data["model"]["gradient_checkpointing"] = row["grad_ckpt"] == "yes"
     if "lora" in method:
         _lora(row, data, dropout=0.05)

@@ -81,14 +81,15 @@ def run_of_rank(job: Job, facts: ModelFacts, resolved: Resolved) -> Callable[[La
     """How a rank runs a layer of a kind."""
     targeted = targets_of(job, facts)
     full = job.method.kind == "full"
-    keeps = not (resolved.sharding.splits_gradients or resolved.update_in_backward or resolved.gradients_at_rest)
+    flat = resolved.sharding.flat_gradients
+    keeps = flat or not (resolved.sharding.splits_gradients or resolved.update_in_backward or resolved.gradients_at_rest)
 
     def run_of(kind: LayerKind) -> Run:
         return Run(
             resolved.style,
             resolved.tokens,
             resolved.seq_len,
-            trained=lambda name: full,
+            trained=lambda name: full or flat,
             targeted=targeted,
             tensor=resolved.tensor,
             sequence_parallel=resolved.sequence_parallel,

@@ -7,12 +7,13 @@ are put one after the other: what earlier layers kept, what is gathered, which g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units, optimizer_nbytes
 from overspill.forecast.layers.figures import LayerFigures, layer_figures
 from overspill.forecast.layers.head import HeadFigures, head_figures
+from overspill.forecast.layers.litgpt_head import litgpt_head_figures
 from overspill.forecast.layers.run import Run
 from overspill.forecast.tape import Category
 from overspill.model.facts import LayerKind, ModelFacts
@@ -91,6 +92,8 @@ def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Rest
 
 
 def _gradient_nbytes(unit: Unit, resolved: Resolved) -> float:
+    if resolved.sharding.flat_gradients:
+        return unit.numel * resolved.sharding.gathered_itemsize if unit.trained_numel + unit.adapter_numel else 0
     return unit.trained_numel * resolved.gradient_itemsize + unit.adapter_numel * resolved.adapter_itemsize
 
 
@@ -102,12 +105,33 @@ def instants(
     layers = [(kind, count, unit, layer_figures(kind, run_of(kind))) for kind, count, unit in units.layers]
     last = stage == resolved.pipeline - 1
     head = _head(facts, resolved, run_of(layers[-1][0]), units) if last else None
-    return _Step(facts, units, resolved, rest, layers, head, stage).instants()
+    early = _early_layers(resolved, [(kind, run_of(kind)) for kind, _, _ in units.layers]) if stage == 0 else {}
+    return _Step(facts, units, resolved, rest, layers, head, stage, early).instants()
+
+
+def _early_layers(resolved: Resolved, kinds: list[tuple[LayerKind, Run]]) -> dict[int, LayerFigures]:
+    """By position: layers whose input needs no gradient as nothing before them is trained, or without the prompt."""
+    code = resolved.style.litgpt
+    if code is None or not resolved.frozen_embedding:
+        return {}
+    early = {}
+    for kind, run in kinds:
+        for position in kind.positions:
+            prompted = position >= resolved.first_prompt
+            first = position == 0 if code.prompt != "adapter" else position <= resolved.first_prompt
+            if first or not prompted:
+                early[position] = layer_figures(kind, replace(run, input_needs_grad=not first, prompted=prompted))
+    return early
 
 
 def _head(facts: ModelFacts, resolved: Resolved, run: Run, units: Units) -> HeadFigures | None:
     if facts.head is None:
         return None
+    if resolved.sharding.flat_gradients and not units.head.trained_numel + units.head.adapter_numel:
+        run = replace(run, trained=lambda name: False)
+    if resolved.style.code == "litgpt":
+        return litgpt_head_figures(run, hidden=facts.hidden, vocab=facts.vocab, final_norm=facts.text.final_norm,
+                                   softcap=facts.logits_softcap is not None)  # fmt: skip
     return head_figures(
         run,
         code=resolved.loss,
@@ -136,8 +160,9 @@ class _Step:
         layers: list[tuple[LayerKind, int, Unit, LayerFigures]],
         head: HeadFigures | None,
         stage: int,
+        early: dict[int, LayerFigures],
     ) -> None:
-        self.stage = stage
+        self.stage, self.early = stage, early
         self.facts, self.units, self.resolved, self.rest, self.head = facts, units, resolved, rest, head
         by_position = sorted(
             (position, index)
@@ -178,8 +203,11 @@ class _Step:
         outer = [(unit.name, 1, unit) for unit in (self.units.embedding, self.units.head, self.units.root)]
         return [(kind.name, count, unit) for kind, count, unit in self.units.layers] + outer
 
+    def _figures(self, number: int) -> LayerFigures:
+        return self.early.get(number) or self.layers[self.order[number]][3]
+
     def _kept_of(self, number: int) -> int:
-        figures = self.layers[self.order[number]][3]
+        figures = self._figures(number)
         if not self.checkpointed[number]:
             return figures.kept_nbytes
         if self.selective:
@@ -215,20 +243,22 @@ class _Step:
     def _forward(self) -> list[Instant]:
         resolved, base = self.resolved, self._inputs() + self._embedding_scratch()
         kept, best, best_total = 0, None, -1
+        last, last_logits = self._last_step()
         flight = max(0, resolved.microbatches_in_flight - self.stage - 1)
         whole = sum(self._kept_of(number) for number in range(len(self.order)))
         for number, index in enumerate(self.order):
-            _, _, unit, figures = self.layers[index]
+            unit, figures = self.layers[index][2], self._figures(number)
             own = figures.forward_nbytes if self.checkpointed[number] else figures.recorded_nbytes
             gathered = self._gathered_layer(unit, 1 + (resolved.sharding.kind == "fsdp2"))
             total = kept + own + gathered
             if total > best_total:
-                best, best_total = (kept + own, gathered), total
+                best, best_total = (kept + own + last, gathered), total
             kept += self._kept_of(number)
         assert best is not None
         result = [
             self._instant(
                 "forward",
+                logits=last_logits,
                 gradients=self._earlier_gradients(),
                 activations=best[0] + base + flight * whole,
                 communication=best[1] + self._gathered_root(),
@@ -236,6 +266,16 @@ class _Step:
         ]
         if self.head is not None:
             head = self.head
+            if head.answer_nbytes + last + last_logits > head.forward_nbytes:
+                result.append(
+                    self._instant(
+                        "head",
+                        gradients=self._earlier_gradients(),
+                        activations=kept + base + flight * whole + last,
+                        logits=head.answer_nbytes + last_logits,
+                        communication=self._gathered_root(),
+                    )
+                )
             logits = head.logits_nbytes
             result.append(
                 self._instant(
@@ -249,24 +289,38 @@ class _Step:
         self.kept, self.flight = kept, flight * whole
         return result
 
+    def _last_step(self) -> tuple[int, int]:
+        """(activations, logits) of the step before that live until the model has answered."""
+        if not self.resolved.holds_last_step or self.head is None:
+            return 0, 0
+        outliving = sum(self._figures(number).outliving_nbytes for number in range(len(self.order)))
+        return outliving, self.head.held_nbytes
+
     def _embedding_scratch(self) -> int:
         return 0
 
     def _earlier_gradients(self) -> float:
         """Gradients that are there when a micro-batch begins: those of the micro-batches before it."""
         resolved = self.resolved
-        if resolved.accumulation == 1 or resolved.gradients_at_rest or resolved.update_in_backward:
+        if resolved.accumulation == 1 or resolved.longest_first or resolved.gradients_at_rest or resolved.update_in_backward:
             return 0
         return self._all_gradients()
 
+    def _gradient_share(self) -> float:
+        """Of a unit's gradients, what a rank holds: all of them while micro-batches add up without a reduction."""
+        sharding = self.resolved.sharding
+        if sharding.accumulates_whole and self.resolved.accumulation > 1:
+            return 1.0
+        return 1 / sharding.ranks if sharding.splits_gradients else 1.0
+
     def _all_gradients(self) -> float:
         resolved = self.resolved
-        share = 1 / resolved.sharding.ranks if resolved.sharding.splits_gradients else 1.0
+        share = self._gradient_share()
         return self.units.total(lambda unit: share * _gradient_nbytes(unit, resolved))
 
     def _backward(self) -> list[Instant]:
         resolved, sharding = self.resolved, self.resolved.sharding
-        share = 1 / sharding.ranks if sharding.splits_gradients else 1.0
+        share = self._gradient_share()
         before = self._earlier_gradients()
         done = 0.0
         base = self._inputs() + self.flight
@@ -293,11 +347,14 @@ class _Step:
         if sharding.splits_gradients and sharding.kind in ("fsdp1", "fsdp2"):
             root_gradient = self._unreduced(self.units.head)
         for number in reversed(range(len(self.order))):
-            _, _, unit, figures = self.layers[self.order[number]]
+            unit, figures = self.layers[self.order[number]][2], self._figures(number)
             kept -= self._kept_of(number)
             own = self._own_backward(number, figures)
             alive = 1 + (sharding.prefetched_units if number else 0)
             unreduced = self._unreduced(unit) * (1 + sharding.pending_reductions)
+            if sharding.flat_gradients:
+                # the pieces are in the layer's own backward; then one tensor is made of them
+                unreduced, own = 0, max(own, round(figures.boundary_nbytes + 2 * self._unreduced(unit)))
             in_layer = 0 if earlier else figures.gradients_at_peak_nbytes * (0 if sharding.splits_gradients else 1)
             one = self._instant(
                 "backward of a layer",
@@ -310,10 +367,13 @@ class _Step:
                 best = one
             if sharding.retains_inputs:
                 retained += 2 * figures.boundary_nbytes
+            retained += figures.outliving_nbytes
             if not earlier and not resolved.update_in_backward:
                 done += share * _gradient_nbytes(unit, resolved)
         assert best is not None
         result.append(best)
+        if resolved.longest_first and sharding.accumulates_whole and resolved.accumulation > 1:
+            result.append(self._later_micro_batch(root))
         embedding = self.units.embedding
         if embedding.trained_numel:
             dense = embedding.trained_numel * resolved.style.compute
@@ -327,6 +387,20 @@ class _Step:
                 )
             )
         return result
+
+    def _later_micro_batch(self, root: float) -> Instant:
+        """When all gradients are there: the last layer's backward in a micro-batch of half the longest's tokens."""
+        number = len(self.order) - 1
+        unit, figures = self.layers[self.order[number]][2], self._figures(number)
+        before = (self.kept - self._kept_of(number) + self._inputs()) // 2
+        own = max(self._own_backward(number, figures) // 2, round(figures.boundary_nbytes / 2 + 2 * self._unreduced(unit)))
+        return self._instant(
+            "later micro-batch",
+            gradients=self._all_gradients(),
+            activations=before + own,
+            logits=self.head.held_nbytes // 2 if self.head is not None else 0,
+            communication=root + self._gathered_layer(unit, 1 + self.resolved.sharding.prefetched_units),
+        )
 
     def _own_backward(self, number: int, figures: LayerFigures) -> int:
         if not self.checkpointed[number]:
@@ -347,6 +421,8 @@ class _Step:
         """Gradients of one unit before they are reduced, beside what a rank keeps of them."""
         sharding, resolved = self.resolved.sharding, self.resolved
         trained = unit.trained_numel + unit.adapter_numel
+        if sharding.flat_gradients and trained:
+            trained = unit.numel
         if sharding.kind in ("fsdp1", "fsdp2") and sharding.ranks > 1:
             full = trained * sharding.gathered_itemsize
             wide = trained * sharding.reduce_itemsize if sharding.reduce_itemsize != sharding.gathered_itemsize else 0

@@ -47,7 +47,12 @@ ShardingKind = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How state is shared by data-parallel ranks. ranks: over which it is split; others: bytes and counts as named."""
+    """How state is shared by data-parallel ranks. ranks: over which it is split; others: bytes and counts as named.
+
+    flat_gradients: a unit's one flat parameter gets a gradient as long as itself where anything in it is trained (FSDP1
+    with use_orig_params): frozen weights are views of it and get gradients too, joined when the unit is done.
+    accumulates_whole: micro-batches that are not the last do not reduce (FSDP1's no_sync).
+    """
 
     kind: ShardingKind = "none"
     ranks: int = 1
@@ -67,6 +72,8 @@ class Sharding:
     pending_reductions: int = 0
     copied_units: int = 0
     casts_shards: bool = False
+    flat_gradients: bool = False
+    accumulates_whole: bool = False
 
     @property
     def splits_weights(self) -> bool:
@@ -83,7 +90,12 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Resolved:
-    """See the module. Itemsizes in bytes; sequences and tokens are one rank's of one micro-batch."""
+    """See the module. Itemsizes in bytes; sequences and tokens are one rank's of one micro-batch.
+
+    unties: tied parameters are two. frozen_embedding: the first layer's input needs no gradient; first_prompt: the
+    first layer with LLaMA-Adapter's prompt. longest_first: the longest batch is the first, before any gradient.
+    holds_last_step: the loop keeps the last logits, and with them their graph, until the model has answered again.
+    """
 
     style: Style
     sharding: Sharding
@@ -116,6 +128,11 @@ class Resolved:
     update_in_backward: bool
     workspace_nbytes: int
     quantises_head: bool = False
+    unties: bool = False
+    frozen_embedding: bool = False
+    first_prompt: int = 0
+    longest_first: bool = False
+    holds_last_step: bool = False
     expert_ranks: int = 1
     assumed: tuple[Assumed, ...] = ()
     notes: tuple[str, ...] = field(default=())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from overspill.errors import OverspillError
 from overspill.forecast.device.settings import OptimizerFacts, Resolved
+from overspill.forecast.layers.litgpt import FIRST_PROMPT, PROMPT_TOKENS
 from overspill.forecast.layers.roles import roles_of
 from overspill.job import Job
 from overspill.model.facts import LayerKind, LinearShape, ModelFacts
@@ -179,6 +180,7 @@ def _layer_unit(
     matrices = []
     linears = {linear.name: linear for linear in kind.linears}
     roles = roles_of(kind)["attention"]
+    second = method.kind == "adapter_v2"
     for name, shape in kind.parameters:
         numel = math.prod(shape)
         owner = linears.get(name.removesuffix(".weight")) or linears.get(name)
@@ -196,7 +198,7 @@ def _layer_unit(
                 groups = owner.in_features / (method.group_size or owner.in_features)
                 quantised += 2.5 * groups * numel / owner.in_features  # an fp16 scale and a 4-bit zero
                 quantised += 4 * owner.in_features * owner.experts if quantised_as == "gptq4" else 0  # g_idx, int32
-        elif trained:
+        elif trained or (second and owner is None):  # adapter_v2 trains the norms
             trained_numel += numel
             expert_numel += numel if is_expert else 0
             largest = max(largest, numel)
@@ -221,7 +223,7 @@ def _layer_unit(
         name=kind.name,
         trained_numel=trained_numel,
         frozen_numel=frozen,
-        adapter_numel=adapter,
+        adapter_numel=adapter + _prompt_numel(job, kind),
         quantised_nbytes=round(quantised),
         quantised_numel=quantised_numel,
         largest_numel=largest,
@@ -229,6 +231,15 @@ def _layer_unit(
         expert_numel=expert_numel,
         tensors=tensors,
     )
+
+
+def _prompt_numel(job: Job, kind: LayerKind) -> int:
+    """LLaMA-Adapter: a prompt and a gate a head; v2: a bias and a scale for each linear's output besides."""
+    if job.method.kind not in ("adapter", "adapter_v2") or kind.attention is None:
+        return 0
+    linears = sum(2 * linear.out_features for linear in kind.linears) if job.method.kind == "adapter_v2" else 0
+    prompt = (PROMPT_TOKENS * kind.hidden + kind.attention.heads) * sum(at >= FIRST_PROMPT for at in kind.positions)
+    return prompt // kind.count + linears  # the first layers have no prompt: a unit is the mean of its kind
 
 
 def _expert_targeted(owner: LinearShape, targeted: Callable[[str], bool]) -> bool:
@@ -253,7 +264,7 @@ def _outer_unit(
     matrices = []
     adapter = 0
     for name, shape in facts.outer:
-        if name in facts.tied:
+        if name in facts.tied and not resolved.unties:
             continue
         is_head = head is not None and name.startswith(head + ".")
         is_embedding = not is_head and len(shape) == 2 and shape[0] >= facts.vocab
@@ -273,6 +284,10 @@ def _outer_unit(
     if which == "head" and head is not None and job.method.kind == "lora" and targeted(head):
         adapter = job.method.rank * (facts.hidden + facts.vocab)
         tensors += 2
+    second = job.method.kind == "adapter_v2"
+    if which == "head" and head is not None and second:
+        adapter = 2 * facts.vocab
+        tensors += 2
     saved = which in ("head", "embedding") and any(
         word in ("lm_head", "embed_tokens", "head", "embeddings", "wte", "embed_out")
         and (word in ("lm_head", "head", "embed_out")) == (which == "head")
@@ -284,7 +299,7 @@ def _outer_unit(
         return Unit(which, 0, 0, adapter, round(numel * QUANTISED_BYTES[quantised_as]), numel, 0, (), 0, tensors)
     if saved:
         return Unit(which, numel, numel, adapter, 0, 0, largest, tuple(matrices), 0, tensors)
-    if full:
+    if full or (which == "root" and second):
         return Unit(which, numel, 0, adapter, 0, 0, largest, tuple(matrices), 0, tensors)
     return Unit(which, 0, numel, adapter, 0, 0, 0, (), 0, tensors)
 

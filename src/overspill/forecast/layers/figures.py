@@ -28,7 +28,8 @@ class LayerFigures:
     without and with recording. backward: of a backward that starts from what was kept; recomputed: of one in which the
     input and the recomputed output are held besides, as reentrant checkpointing does. gradients: parameters' gradients
     that stay afterwards; at_peak: those of them that are there at the highest instant. selected: what selective
-    checkpointing keeps: the input, attention's result, and every second matmul's (torchtitan's policy).
+    checkpointing keeps: the input, attention's result, and every second matmul's (torchtitan's policy). outliving: of what
+    was kept, what backward does not free, as autograd functions that hang tensors on their context.
     """
 
     boundary_nbytes: int
@@ -41,6 +42,7 @@ class LayerFigures:
     gradients_nbytes: int
     gradients_at_peak_nbytes: int
     selected_nbytes: int
+    outliving_nbytes: int = 0
 
 
 _CODES: dict[str, Callable[[Layer, LayerKind, Tensor, Run], Tensor]] = {
@@ -100,6 +102,7 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
     recomputed, _, _ = _backward(tape, held, run)
     del held, out, x
     tape.leaf_grads.clear()
+    tape.outliving.clear()
     assert memory.total_nbytes == 0 or node is not None
 
     out = forward_of(layer, kind, new_input(), run)
@@ -110,6 +113,10 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
     kept = memory.total_nbytes
     backward, gradients, at_peak = _backward(tape, stub, run)
     del extra
+    tape.leaf_grads.clear()
+    outliving = memory.total_nbytes
+    tape.outliving.clear()
+    outliving -= memory.total_nbytes
     return LayerFigures(
         boundary_nbytes=boundary,
         output_nbytes=output,
@@ -121,6 +128,7 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
         gradients_nbytes=gradients,
         gradients_at_peak_nbytes=at_peak,
         selected_nbytes=boundary + _selected(kind, run),
+        outliving_nbytes=outliving,
     )
 
 

@@ -38,7 +38,7 @@ class HeadFigures:
     """Bytes above the stack: its output (the head's input) is included. kept: between forward and backward.
 
     logits: of the highest instant, logits and the loss's own. gradients: of the head, that stay. held: logits that the
-    caller keeps while the layers go backward.
+    caller keeps while the layers go backward. answer: of the highest instant until the model returned.
     """
 
     forward_nbytes: int
@@ -47,6 +47,7 @@ class HeadFigures:
     logits_nbytes: int
     gradients_nbytes: int
     held_nbytes: int = 0
+    answer_nbytes: int = 0
 
 
 def head_figures(

@@ -1,8 +1,8 @@
-"""A layer as LitGPT writes it: one matrix for queries, keys and values, its own LoRA for it, norms through fp32.
+"""A layer as LitGPT writes it: one matrix for queries, keys and values, its own LoRA and LLaMA-Adapter, norms through fp32.
 
-Read in litgpt/model.py and litgpt/lora.py (2023-11 to 0.5.x): LoRAQKVLinear pads the update with zeros to the width of
-the projection; rotary embedding is a cat of the rotated and the passed part; keys and values are copied to all heads
-where a model groups them.
+Read and run: litgpt/model.py, lora.py, adapter.py and adapter_v2.py of 0.2.0 to 0.5.12, and lit_gpt of late 2023. What
+differs by version is in `LitGpt` (layers/style.py); docs/theory/litgpt.md says what each operation keeps, and
+tests/unit/test_forecast_litgpt.py compares with bytes that were measured on the real modules.
 """
 
 from __future__ import annotations
@@ -11,149 +11,326 @@ from overspill.forecast.layers import parts
 from overspill.forecast.layers.parts import FP32, Layer
 from overspill.forecast.layers.roles import roles_of
 from overspill.forecast.layers.run import Run
-from overspill.forecast.tape import Parameter, Tape, Tensor, ops
+from overspill.forecast.layers.style import LitGpt
+from overspill.forecast.tape import Category, Parameter, Tape, Tensor, ops
 from overspill.model.facts import AttentionFacts, LayerKind, LinearShape, NormKind
 
-__all__ = ["forward"]
+__all__ = ["FIRST_PROMPT", "PROMPT_TOKENS", "forward", "linear", "norm"]
+
+PROMPT_TOKENS = 10  # Config.adapter_prompt_length
+FIRST_PROMPT = 2  # Config.adapter_start_layer
 
 
 def forward(layer: Layer, kind: LayerKind, x: Tensor, run: Run) -> Tensor:
-    """One block. Raises KeyError for a layer without attention or MLP, which LitGPT has not."""
+    """One block. LitGPT has none without attention or MLP."""
     tape = layer.tape
     roles = roles_of(kind)
     facts = kind.attention
     assert facts is not None and kind.mlp is not None
-    mlp_names = {role: linear.name for role, linear in roles["mlp"].items()}
-
-    def mlp(h: Tensor) -> Tensor:
-        assert kind.mlp is not None
-        if kind.mlp.kind == "plain":
-            return parts.plain_mlp(layer, h, mlp_names, kind.mlp.intermediate, kind.mlp.activation)
-        if "gate_up" in mlp_names:  # LitGPT splits Phi-3's
-            return _split_gated(layer, h, mlp_names, kind.mlp.intermediate)
-        return parts.gated_mlp(layer, h, mlp_names, kind.mlp.intermediate)
-
-    h = _norm(layer, x, "norm_1", kind.norm, kind.hidden)
-    attended = _attention(layer, h, facts, roles["attention"])
+    h = norm(layer, x, "norm_1", kind.norm, kind.hidden)
+    attended = _attention(layer, h, facts, roles["attention"], run)
     if kind.norms > 2:
-        attended = _norm(layer, attended, "norm_1_after", kind.norm, kind.hidden)
+        attended = norm(layer, attended, "norm_1_after", kind.norm, kind.hidden)
     if kind.parallel_residual:
-        second = h if kind.norms < 2 else _norm(layer, x, "norm_2", kind.norm, kind.hidden)
+        second = h if kind.norms < 2 else norm(layer, x, "norm_2", kind.norm, kind.hidden)
         del h
-        return ops.add(tape, ops.add(tape, mlp(second), attended), x)
+        return ops.add(tape, ops.add(tape, _mlp(layer, second, kind, roles["mlp"]), attended), x)
     del h
     x = ops.add(tape, attended, x)
     del attended
-    h = mlp(_norm(layer, x, "norm_2", kind.norm, kind.hidden))
+    h = _mlp(layer, norm(layer, x, "norm_2", kind.norm, kind.hidden), kind, roles["mlp"])
     if kind.norms > 2:
-        h = _norm(layer, h, "norm_2_after", kind.norm, kind.hidden)
+        h = norm(layer, h, "norm_2_after", kind.norm, kind.hidden)
     return ops.add(tape, h, x)
 
 
-def _norm(layer: Layer, x: Tensor, name: str, kind: NormKind, width: int) -> Tensor:
-    """RMSNorm: x.float(); mean(x * x); x * rsqrt; (x * weight.float()).to(dtype). LayerNorm is torch's."""
-    if kind in ("layer", "layer_fp32", "none"):
-        return parts.norm(layer, x, name, "layer" if kind == "layer_fp32" else kind, width)
-    tape = layer.tape
+def _facts(layer: Layer) -> LitGpt:
+    assert layer.style.litgpt is not None
+    return layer.style.litgpt
+
+
+def norm(layer: Layer, x: Tensor, name: str, kind: NormKind, width: int) -> Tensor:
+    """RMSNorm: x.float(); mean(x * x); x * rsqrt; times the weight, before or after the cast back. LayerNorm: torch's."""
+    if kind == "none":
+        return x
+    tape, code = layer.tape, _facts(layer)
+    trained = layer.trained(name) or code.prompt == "adapter_v2"
+    weight = Parameter(width, layer.style.weight, trained=trained, keeps_grad=layer.keeps_grads)
     rows = x.numel // width
-    # Before 2024 it ran in the input's dtype.
-    wide = ops.cast(tape, x, FP32) if layer.style.norm_fp32 else x
-    square = ops.mul(tape, wide, wide)
-    factor = ops.elementwise(tape, _mean(tape, square, rows), saves_output=True)
-    del square
+    if kind in ("layer", "layer_fp32"):
+        bias = Parameter(width, layer.style.weight, trained=trained, keeps_grad=layer.keeps_grads)
+        return ops.fused(
+            tape, (x, weight, bias), x.numel, x.itemsize, saves=(x,), extra_saved_nbytes=2 * FP32 * rows
+        )
+    size = x.itemsize
+    wide = ops.cast(tape, x, FP32)
+    del x
+    factor = ops.elementwise(tape, _mean(tape, ops.mul(tape, wide, wide), rows), saves_output=True)
     wide = ops.mul(tape, wide, factor)
-    return ops.cast(tape, ops.mul_weight(tape, wide, layer.parameter(name, width, wide.itemsize)), x.itemsize)
+    del factor
+    if code.wide_norm_weight:
+        return ops.cast(tape, ops.mul_weight(tape, wide, weight), size)
+    narrow = ops.cast(tape, wide, size)
+    del wide
+    return ops.mul_weight(tape, narrow, weight)
 
 
 def _mean(tape: Tape, x: Tensor, rows: int) -> Tensor:
     numel, size = x.numel, x.itemsize
 
     def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
-        return (tape.new(numel, size),)
+        return (tape.new(numel, size, Category.TEMPORARIES),)
 
     return tape.record((x,), (), backward, tape.new(rows, size))
 
 
-def _split_gated(layer: Layer, x: Tensor, names: dict[str, str], intermediate: int) -> Tensor:
-    tape, shape = layer.tape, layer.linears[names["gate_up"]]
-    half = LinearShape(names["gate_up"], shape.in_features, intermediate, shape.bias)
-    layer.linears[names["gate_up"]] = half
-    gate = ops.silu(tape, parts.linear(layer, x, names["gate_up"], intermediate))
-    up = parts.linear(layer, x, names["gate_up"], intermediate)
-    layer.linears[names["gate_up"]] = shape
-    inner = ops.mul(tape, gate, up)
-    del gate, up
-    return parts.linear(layer, inner, names["down"], layer.linears[names["down"]].out_features)
+def _mlp(layer: Layer, x: Tensor, kind: LayerKind, roles: dict[str, LinearShape]) -> Tensor:
+    """GptNeoxMLP, LLaMAMLP or GemmaMLP: both projections first, then the activation. Phi-3's packed pair is split."""
+    assert kind.mlp is not None
+    tape, inner = layer.tape, kind.mlp.intermediate
+    out = roles["down"].out_features
+    if kind.mlp.kind == "plain":
+        h = ops.silu(tape, linear(layer, x, roles["up"], inner))
+    else:
+        gate = linear(layer, x, roles.get("gate", roles.get("gate_up", roles["down"])), inner)
+        up = linear(layer, x, roles.get("up", roles.get("gate_up", roles["down"])), inner)
+        h = ops.mul(tape, ops.silu(tape, gate), up)
+        del gate, up
+    del x
+    return linear(layer, h, roles["down"], out)
 
 
-def _attention(layer: Layer, x: Tensor, facts: AttentionFacts, roles: dict[str, LinearShape]) -> Tensor:
-    tape, tokens = layer.tape, layer.tokens
-    query, key, value = facts.query_width, facts.key_width, facts.value_width
+def linear(layer: Layer, x: Tensor, shape: LinearShape, width: int) -> Tensor:
+    """A linear module by the method: LoRALinear, AdapterV2Linear, or torch's (bitsandbytes' where quantised)."""
+    tape, code, adapter = layer.tape, _facts(layer), layer.style.adapter
+    base = _base(layer, x, shape.name, shape.bias, width)
+    if code.prompt == "adapter_v2":
+        return _scaled(layer, base, width)
+    if adapter is None or not layer.targeted(shape.name):
+        return base
+    # (dropout(x) @ A.T @ B.T) * scaling, added to the base's result
+    rows, width_in = _rows(x, shape), shape.in_features
+    down = Parameter(width_in * adapter.rank, adapter.itemsize, trained=True, keeps_grad=layer.keeps_grads)
+    up = Parameter(width * adapter.rank, adapter.itemsize, trained=True, keeps_grad=layer.keeps_grads)
+    a = ops.linear(tape, ops.dropout(tape, x, adapter.dropout), down, rows * adapter.rank)
+    b = ops.linear(tape, a, up, rows * width)
+    del a
+    b = ops.scale(tape, b)
+    return ops.add(tape, base, b)
+
+
+def _rows(x: Tensor, shape: LinearShape) -> int:
+    return x.numel // shape.in_features
+
+
+def _scaled(layer: Layer, base: Tensor, width: int) -> Tensor:
+    """AdapterV2Linear: adapter_scale * (linear(x) + adapter_bias). The sum is kept for the scale's gradient."""
+    tape = layer.tape
+    size = layer.style.weight
+    bias = Parameter(width, size, trained=True, keeps_grad=layer.keeps_grads)
+    scale = Parameter(width, size, trained=True, keeps_grad=layer.keeps_grads)
+    needs, itemsize = base.requires_grad, base.itemsize
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        return (
+            Tensor(grad.storage, grad.numel, itemsize) if needs else None,
+            tape.new(width, size, Category.TEMPORARIES),
+        )
+
+    shifted = tape.record((base, bias), (), backward, tape.new(base.numel, itemsize))
+    del base
+    return ops.mul_weight(tape, shifted, scale)
+
+
+def _base(layer: Layer, x: Tensor, name: str, has_bias: bool, width: int) -> Tensor:
+    tape, style = layer.tape, layer.style
+    shape = layer.linears[name]
+    weight = layer.parameter(name + ".weight", shape.in_features * width)
+    out_numel = _rows(x, shape) * width
+    if style.quantised:
+        return _matmul_4bit(layer, x, weight, out_numel)
+    bias = layer.parameter(name + ".bias", width) if has_bias else None
+    return ops.linear(tape, x, weight, out_numel, bias=bias)
+
+
+def _matmul_4bit(layer: Layer, x: Tensor, weight: Parameter, out_numel: int) -> Tensor:
+    """bitsandbytes' MatMul4Bit under Lightning's BitsandbytesPrecision.
+
+    The weight was quantised from fp16, so that it is dequantised to fp16 and then cast to the input's dtype. Up to
+    bitsandbytes 0.43.0 the input hangs on the context as an attribute, which lives until the graph is dropped.
+    """
+    tape, size = layer.tape, x.itemsize
+    keeps = _facts(layer).keeps_quantised_input
+
+    def dequantised(tape: Tape) -> Tensor:
+        half = tape.scratch(weight.numel * 2)
+        cast = tape.scratch(weight.numel * size)
+        del half
+        return cast
+
+    held = dequantised(tape)
+    out = tape.new(out_numel, size)
+    del held
+    numel, needs = x.numel, x.requires_grad
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor | None]:
+        if not needs:
+            return (None,)
+        held = dequantised(tape)
+        result = tape.new(numel, size, Category.TEMPORARIES)
+        del held
+        return (result,)
+
+    out = tape.record((x,), (), backward, out)
+    if keeps and out.requires_grad:
+        tape.outliving.append(Tensor(x.storage, x.numel, size))
+    return out
+
+
+def _attention(layer: Layer, x: Tensor, facts: AttentionFacts, roles: dict[str, LinearShape], run: Run) -> Tensor:
+    """CausalSelfAttention. Grouped keys and values are copied to all heads before the rotation, from 0.5.5 after it."""
+    tape, tokens, code = layer.tape, layer.tokens, _facts(layer)
+    heads, groups = facts.heads, facts.kv_heads
+    all_heads = tokens * facts.query_width
     packed = _qkv(layer, x, facts, roles)
     del x
-    q, k, v = (tape.view(packed, tokens * width) for width in (query, key, value))
+    grouped = groups < heads
+    q = tape.view(packed, all_heads)
+    k, v = tape.view(packed, tokens * facts.key_width), tape.view(packed, tokens * facts.value_width)
     del packed
-    if (facts.kv_heads < facts.heads and facts.kv_heads > 1) or facts.kv_heads == 1:
-        k = parts.repeat(tape, k, facts.heads // facts.kv_heads)
-        v = parts.repeat(tape, v, facts.heads // facts.kv_heads)
+    if grouped and not code.late_repeat:
+        # expand and reshape: a view for one group, else copies, of the queries too as they stand between the others
+        if groups == 1:
+            k, v = tape.view(k, all_heads), tape.view(v, all_heads)
+        else:
+            q = ops.elementwise(tape, q)
+            k, v = parts.repeat(tape, k, heads // groups), parts.repeat(tape, v, heads // groups)
     if facts.qk_norm != "none":
-        q = _norm(layer, q, "q_norm", facts.norm, facts.head_dim)
-        k = _norm(layer, k, "k_norm", facts.norm, facts.head_dim)
+        q = norm(layer, q, "q_norm", facts.norm, facts.head_dim)
+        k = norm(layer, k, "k_norm", facts.norm, facts.head_dim)
     if facts.rotary_dim:
-        q, k = _rope(layer, q, facts), _rope(layer, k, facts)
-    out = parts.scores(layer, q, k, v, facts, facts.heads, facts.heads)
-    del q, k, v
-    return parts.linear(layer, out, roles["o"].name, roles["o"].out_features)
+        q, k = _rope(tape, q, facts), _rope(tape, k, facts)
+    if grouped and code.late_repeat:
+        k, v = parts.repeat(tape, k, heads // groups), parts.repeat(tape, v, heads // groups)
+    out = _scores(layer, q, k, v, facts)
+    del k, v
+    if code.prompt != "none" and run.prompted:
+        out = _prompt(layer, q, out, facts)
+    del q
+    return linear(layer, _side_by_side(tape, out), roles["o"], roles["o"].out_features)
 
 
-def _rope(layer: Layer, q: Tensor, facts: AttentionFacts) -> Tensor:
-    """apply_rope on the rotated share, then cat with what passes (also when that is empty)."""
-    tape = layer.tape
-    share = facts.rotary_dim / facts.head_dim
-    rotated = tape.view(q, int(q.numel * share))
-    straight = ops.elementwise(tape, rotated)
-    half = tape.new(rotated.numel // 2, rotated.itemsize)
-    turned = ops.elementwise(tape, rotated)
-    del half
-    turned = ops.elementwise(tape, turned)
-    roped = ops.add(tape, straight, turned)
-    del straight, turned, rotated
-    numel, size = q.numel, q.itemsize
-    part = roped.numel
+def _side_by_side(tape: Tape, out: Tensor) -> Tensor:
+    """``y.transpose(1, 2).reshape(B, T, -1)``, a copy: queries come out of cat head by head, and flash attention lays
+    its result out as its queries (empty_like in flash_api.cpp)."""
 
     def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
-        return (tape.new(part, size),)
+        return (grad,)
 
-    return tape.record((roped,), (), backward, tape.new(numel, size))
+    return tape.record((out,), (), backward, tape.new(out.numel, out.itemsize))
+
+
+def _prompt(layer: Layer, q: Tensor, out: Tensor, facts: AttentionFacts) -> Tensor:
+    """LLaMA-Adapter: attention to the prompt's keys and values besides, times a gate a head, added."""
+    tape, width = layer.tape, facts.kv_heads * facts.head_dim
+    size = layer.style.weight
+    prefix = Parameter(2 * PROMPT_TOKENS * width, size, trained=True, keeps_grad=layer.keeps_grads)
+    gate = Parameter(facts.heads, size, trained=True, keeps_grad=layer.keeps_grads)
+    keys = ops.fused(tape, (prefix,), 2 * PROMPT_TOKENS * facts.query_width, size)
+    lse = FP32 * facts.heads * layer.tokens
+    asked = ops.fused(
+        tape, (q, keys), out.numel, out.itemsize, saves=(q, keys), extra_saved_nbytes=lse, saves_output=True,
+        backward_scratch_nbytes=lse,
+    )  # fmt: skip
+    del q, keys
+    gated = ops.mul_weight(tape, asked, gate)
+    del asked
+    return ops.add(tape, out, gated)
+
+
+def _scores(layer: Layer, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
+    """F.scaled_dot_product_attention, and written out where scores are capped (Gemma 2)."""
+    if not facts.softcap:
+        return parts.scores(layer, q, k, v, facts, facts.heads, facts.heads)
+    tape, tokens, length = layer.tape, layer.tokens, layer.seq_len
+    pairs = tokens * facts.heads * length
+    scores = ops.scale(tape, ops.matmul(tape, q, k, pairs))
+    scores = ops.scale(tape, scores)
+    scores = ops.scale(tape, ops.elementwise(tape, scores, saves_output=True))  # tanh
+    mask = tape.new(length * length, q.itemsize)
+    scores = ops.scale(tape, scores)
+    del mask
+    # torch fuses the cast into softmax for fp16 on a GPU alone: bf16 is cast first
+    weights = ops.softmax(tape, ops.cast(tape, scores, FP32))
+    del scores
+    weights = ops.cast(tape, weights, q.itemsize)
+    return ops.matmul(tape, weights, v, tokens * facts.query_width)
+
+
+def _slice(tape: Tape, x: Tensor, numel: int) -> Tensor:
+    """A slice of the last dimension: its gradient is written into zeros of the whole (slice_backward)."""
+    whole, size = x.numel, x.itemsize
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        return (tape.new(whole, size, Category.TEMPORARIES),)
+
+    return tape.record((x,), (), backward, Tensor(x.storage, numel, size))
+
+
+def _rope(tape: Tape, x: Tensor, facts: AttentionFacts) -> Tensor:
+    """apply_rope with an fp32 table: x * cos + cat(-x2, x1) * sin in fp32, cast back, cat with what is not rotated."""
+    numel, size = x.numel, x.itemsize
+    rotated = int(numel * facts.rotary_dim / facts.head_dim)
+    share = _slice(tape, x, rotated)
+    first, second = _slice(tape, share, rotated // 2), _slice(tape, share, rotated // 2)
+    turned = parts.join(tape, (ops.scale(tape, second), first), rotated)
+    del first, second
+    straight = ops.elementwise(tape, share, itemsize=FP32, scratch=2)
+    turned = ops.elementwise(tape, turned, itemsize=FP32, scratch=2)
+    del share
+    roped = ops.cast(tape, ops.add(tape, straight, turned), size)
+    del straight, turned
+    return parts.join(tape, (roped, _slice(tape, x, numel - rotated)), numel)
 
 
 def _qkv(layer: Layer, x: Tensor, facts: AttentionFacts, roles: dict[str, LinearShape]) -> Tensor:
-    tape, style, adapter = layer.tape, layer.style, layer.style.adapter
+    """The packed projection. LoRAQKVLinear: F.linear with A, F.conv1d with B by groups, zero_pad to the whole width."""
+    tape, adapter = layer.tape, layer.style.adapter
     widths = {"q": facts.query_width, "k": facts.key_width, "v": facts.value_width}
     total = sum(widths.values())
-    in_features = x.numel // layer.tokens
-    fused = LinearShape("qkv", in_features, total, facts.bias)
-    layer.linears["qkv"] = fused
-    out = parts.base_linear(layer, x, "qkv", total)
+    in_features, tokens = x.numel // layer.tokens, layer.tokens
+    packed = LinearShape("qkv", in_features, total, facts.bias)
+    layer.linears["qkv"] = packed
     if adapter is None:
-        return out
+        return linear(layer, x, packed, total)
     chosen = [role for role in widths if layer.targeted(f"litgpt.{role}")]
+    out = _base(layer, x, "qkv", facts.bias, total)
     if not chosen:
         return out
-    rank = adapter.rank * len(chosen)
-    width = sum(widths[role] for role in chosen)
+    rank, width = adapter.rank * len(chosen), sum(widths[role] for role in chosen)
     down = Parameter(in_features * rank, adapter.itemsize, trained=True, keeps_grad=layer.keeps_grads)
     up = Parameter(width * adapter.rank, adapter.itemsize, trained=True, keeps_grad=layer.keeps_grads)
-    source = ops.dropout(tape, x, adapter.dropout)
-    a = ops.linear(tape, source, down, layer.tokens * rank)
-    del source
-    b = ops.linear(tape, ops.elementwise(tape, a), up, layer.tokens * width)  # conv1d on the transposed product
-    b = ops.scale(tape, b)
+    a = ops.linear(tape, ops.dropout(tape, x, adapter.dropout), down, tokens * rank)
+    b = ops.linear(tape, a, up, tokens * width)
+    del a
+    if facts.kv_heads < facts.heads and len(chosen) > 1:
+        b = ops.elementwise(tape, b)  # each part's convolution is its own, then cat
     if len(chosen) < 3:
-        numel, size = b.numel, b.itemsize
-
-        def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
-            return (tape.new(numel, size),)
-
-        b = tape.record((b,), (), backward, tape.new(layer.tokens * total, size))
+        b = _zero_pad(tape, b, tokens * total, copies=layer.tokens > layer.seq_len and not _facts(layer).pads_in_place)
+    b = ops.scale(tape, b)
     return ops.add(tape, out, b)
+
+
+def _zero_pad(tape: Tape, b: Tensor, numel: int, *, copies: bool) -> Tensor:
+    """index_copy keeps its source (derivatives.yaml: ``source: index_select(...).expand_as(source)``).
+
+    copies: the transposes before it make reshape copy a batch of several sequences (up to 0.3).
+    """
+    if copies:
+        b = ops.elementwise(tape, b)
+    width, size = b.numel, b.itemsize
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        return (tape.new(width, size, Category.TEMPORARIES),)
+
+    return tape.record((b,), (b,), backward, tape.new(numel, size))

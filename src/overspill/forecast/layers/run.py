@@ -14,7 +14,8 @@ __all__ = ["Run"]
 class Run:
     """One rank's share of a micro-batch. trained, targeted: by a linear's or parameter's name inside the layer.
 
-    tensor: tensor-parallel ranks; sequence_parallel: the residual stream is split over them too.
+    tensor: tensor-parallel ranks; sequence_parallel: the residual stream is split over them too. prompted: the layer has
+    LLaMA-Adapter's prompt.
     """
 
     style: Style
@@ -29,3 +30,4 @@ class Run:
     keeps_grads: bool = True
     extra_saved_nbytes: int = 0
     input_needs_grad: bool = True
+    prompted: bool = True

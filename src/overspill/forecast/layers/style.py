@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Adapter", "Style"]
+__all__ = ["Adapter", "LitGpt", "Style"]
 
 Norm = Literal["python", "composite", "kernel"]
 Rope = Literal["python", "complex", "in_place", "kernel", "none"]
@@ -28,6 +28,27 @@ class Adapter:
     itemsize: int
     dropout: float = 0.0
     dora: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LitGpt:
+    """What LitGPT's code does by version and method (docs/theory/litgpt.md).
+
+    prompt: LLaMA-Adapter, or with a bias and a scale on every linear besides. wide_norm_weight: RMSNorm multiplies with
+    its weight in fp32. late_repeat: grouped keys and values are copied to all heads after the rotation. pads_in_place:
+    LoRA's update is padded without transposes. keeps_quantised_input: bitsandbytes' 4-bit matmul holds its input.
+    head_chunk: positions that go through head and loss at a time in the model; 0: all at once. loss_chunk: rows of one
+    cross-entropy where the head's output is whole. chunk_softcap: the capping of logits applies to chunks too.
+    """
+
+    prompt: Literal["none", "adapter", "adapter_v2"] = "none"
+    wide_norm_weight: bool = True
+    late_repeat: bool = False
+    pads_in_place: bool = True
+    keeps_quantised_input: bool = False
+    head_chunk: int = 128
+    loss_chunk: int = 128
+    chunk_softcap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +85,4 @@ class Style:
     grouped_experts: bool = False
     compiled: bool = False
     expert_linears: bool = False
+    litgpt: LitGpt | None = None

@@ -158,6 +158,7 @@ class Tape:
         self.memory = memory or Memory()
         self.grad_enabled = True
         self.leaf_grads: list[Tensor] = []
+        self.outliving: list[Tensor] = []  # held by nodes as attributes: until the graph is dropped, not only run
         self._number = 0
 
     def next_number(self) -> int:
