@@ -90,7 +90,11 @@ def parse_count(value: str | int | float, field: str = "count") -> int:
         number = -1.0
     if unit not in _COUNTS or not 0 <= number < float("inf"):
         raise OverspillError(
-            "OVS102", "This is no number of things.", field=field, value=value, next_step="Write it as 7B, 135M or 7000000000."
+            "OVS102",
+            "This is no number of things.",
+            field=field,
+            value=value,
+            next_step="Write it as 7B, 135M or 7000000000.",
         )
     return round(number * _COUNTS[unit])
 

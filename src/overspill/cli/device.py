@@ -76,7 +76,8 @@ def _job(
         else:
             from overspill.interop.configs import read_config
 
-            reading = read_config(path, {key: value for key, value in flags.items() if value is not None}, format=format)
+            given = {key: value for key, value in flags.items() if value is not None}
+            reading = read_config(path, given, format=format)
             notes += [*reading.notes, *_key_notes(reading)]
             assumed += [(name, str(one.value), one.why) for name, one in reading.assumed.items()]
             if not reading.trains:
@@ -182,7 +183,8 @@ def print_one(asked: Asked, forecast: DeviceForecast, *, explain: bool = False) 
     job = asked.job
     emit(verdict_line(forecast))
     emit()
-    emit(f"{forecast.model}: {forecast.parameters:,} parameters, {forecast.trainable_parameters:,} trained; {describe(job)}")
+    counts = f"{forecast.parameters:,} parameters, {forecast.trainable_parameters:,} trained"
+    emit(f"{forecast.model}: {counts}; {describe(job)}")
     figures = (
         ("allocated (alive tensors)", forecast.allocated),
         ("reserved (torch's allocator)", forecast.reserved),
@@ -212,7 +214,8 @@ def print_one(asked: Asked, forecast: DeviceForecast, *, explain: bool = False) 
     if asked.card is not None:
         batch = largest_micro_batch(job, asked.shape, asked.card)
         length = longest_seq_len(job, asked.shape, asked.card)
-        emit(f"  what just fits, the rest unchanged: micro-batch {batch or 'none'}, or sequences of {length or 'no'} tokens")
+        most = f"micro-batch {batch or 'none'}, or sequences of {length or 'no'} tokens"
+        emit(f"  what just fits, the rest unchanged: {most}")
     found = changes(job, asked.shape, asked.card)
     if found:
         emit()
@@ -382,9 +385,7 @@ def read_lengths(asked: Asked, file: Path) -> None:
 
     lengths, how = token_lengths(file, asked.job.model.path, asked.job.data.seq_len)
     asked.assumed.append(("data.lengths", f"{len(lengths)} rows, {min(lengths)} to {max(lengths)} tokens", how))
-    asked.job = with_fields(
-        asked.job, {"data.lengths": tuple(sorted(set(lengths))), "data.packing": False}
-    )
+    asked.job = with_fields(asked.job, {"data.lengths": tuple(sorted(set(lengths))), "data.packing": False})
 
 
 def write_plot(asked: Asked, forecast: DeviceForecast, file: Path) -> None:
@@ -401,7 +402,10 @@ def write_plot(asked: Asked, forecast: DeviceForecast, file: Path) -> None:
         from overspill.forecast.device.picture import save_picture
     except ImportError:
         raise OverspillError(
-            "OVS104", "A .png needs matplotlib.", field="--plot", next_step="Give FILE.svg, or pip install 'overspill[plot]'."
+            "OVS104",
+            "A .png needs matplotlib.",
+            field="--plot",
+            next_step="Give FILE.svg, or pip install 'overspill[plot]'.",
         ) from None
     save_picture(forecast, file)
 

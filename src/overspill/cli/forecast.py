@@ -58,7 +58,9 @@ def forecast_command(
     headroom: Annotated[float | None, typer.Option(help="Share of the card that is to stay free.")] = None,
     held: Annotated[str | None, typer.Option(help="Memory that others hold on the card, as 1GiB.")] = None,
     alloc_conf: Annotated[str | None, typer.Option(help="PYTORCH_CUDA_ALLOC_CONF.")] = None,
-    format: Annotated[str | None, typer.Option(help="Of another framework's file, where it is not seen from it.")] = None,
+    format: Annotated[
+        str | None, typer.Option(help="Of another framework's file, where it is not seen from it.")
+    ] = None,
     diff: Annotated[str | None, typer.Option(help="A second target, to compare with.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Every term with its numbers.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write memory over the step to FILE (.svg or .png).")] = None,

@@ -1,7 +1,7 @@
 """What would fit: the methods side by side, the largest batch and the longest sequence, and the cheapest changes.
 
-Each answer is a forecast of a changed job, never an estimate of a difference. Prices are in work and bytes; seconds need
-the machine's rates.
+Each answer is a forecast of a changed job, never an estimate of a difference. Prices are in work and bytes; seconds
+need the machine's rates.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def largest_micro_batch(job: Job, shape: ModelShape, card: Accelerator) -> int:
 
 
 def longest_seq_len(job: Job, shape: ModelShape, card: Accelerator) -> int:
-    """The longest data.seq_len, in steps of 256 tokens, that is not "does not fit"; bounded by the model's positions."""
+    """The longest data.seq_len, in steps of 256 tokens, that is not "does not fit", within the model's positions."""
     limit = shape.max_positions or _LONGEST_SEQUENCE
 
     def holds(steps: int) -> bool:
@@ -132,7 +132,14 @@ def changes(job: Job, shape: ModelShape, card: Accelerator | None) -> list[Chang
             continue
         fits = quick_verdict(after, changed, card) in ("fits", "tight")
         found.append(
-            Change(name=name, settings=fields, saved_nbytes=before - after, allocated_nbytes=after, price=price, fits=fits)
+            Change(
+                name=name,
+                settings=fields,
+                saved_nbytes=before - after,
+                allocated_nbytes=after,
+                price=price,
+                fits=fits,
+            )
         )
     found.sort(key=lambda change: (not change.fits, -change.saved_nbytes))
     return found
@@ -190,5 +197,3 @@ def _candidates(job: Job, shape: ModelShape) -> Iterator[tuple[str, dict[str, An
 def _boundary_nbytes(shape: ModelShape) -> int:
     facts = shape.facts
     return 0 if facts is None else sum(2 * kind.hidden * kind.count for kind in facts.text.kinds)
-
-

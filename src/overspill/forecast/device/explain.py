@@ -24,26 +24,36 @@ def terms(job: Job, shape: ModelShape) -> Iterator[str]:
     adapters = units.total(lambda unit: float(unit.adapter_numel))
     quantised = units.total(lambda unit: float(unit.quantised_nbytes))
     split = sharding.ranks if sharding.splits_weights else 1
-    yield f"weights = ({trained:,.0f} trained × {resolved.trained_itemsize} B + {frozen:,.0f} frozen × "\
-          f"{resolved.frozen_itemsize} B + {adapters:,.0f} in adapters × {resolved.adapter_itemsize} B + "\
-          f"{format_nbytes(quantised)} quantised) / {split} ranks = {format_nbytes(rank.rest.weights)}"
+    yield (
+        f"weights = ({trained:,.0f} trained × {resolved.trained_itemsize} B + {frozen:,.0f} frozen × "
+        f"{resolved.frozen_itemsize} B + {adapters:,.0f} in adapters × {resolved.adapter_itemsize} B + "
+        f"{format_nbytes(quantised)} quantised) / {split} ranks = {format_nbytes(rank.rest.weights)}"
+    )
     optimizer = resolved.optimizer
     split = sharding.ranks if sharding.splits_optimizer else 1
-    yield f"optimizer = {trained + adapters:,.0f} × ({optimizer.state:.4g} B of moments + {optimizer.master} B of master) / "\
-          f"{split} ranks = {format_nbytes(rank.rest.optimizer)}"
+    yield (
+        f"optimizer = {trained + adapters:,.0f} × ({optimizer.state:.4g} B of moments + {optimizer.master} B of "
+        f"master) / {split} ranks = {format_nbytes(rank.rest.optimizer)}"
+    )
     split = sharding.ranks if sharding.splits_gradients else 1
     yield f"gradients = {trained:,.0f} × {resolved.gradient_itemsize} B / {split} ranks, made in backward"
-    yield f"the step's temporaries = {optimizer.step:.4g} B × {trained + adapters:,.0f} / "\
-          f"{sharding.ranks if sharding.splits_optimizer else 1}"
+    yield (
+        f"the step's temporaries = {optimizer.step:.4g} B × {trained + adapters:,.0f} / "
+        f"{sharding.ranks if sharding.splits_optimizer else 1}"
+    )
     yield f"workspaces of cuBLAS = {format_nbytes(rank.rest.workspace)}"
-    yield f"tokens of a micro-batch on this rank = {resolved.sequences} × {resolved.seq_len} / {resolved.context} = "\
-          f"{resolved.tokens:,}"
+    yield (
+        f"tokens of a micro-batch on this rank = {resolved.sequences} × {resolved.seq_len} / {resolved.context} = "
+        f"{resolved.tokens:,}"
+    )
     run_of = run_of_rank(job, facts, resolved)
     for kind, count, _ in units.layers:
         figures = layer_figures(kind, run_of(kind))
-        yield f"{count} × {kind.name}: a layer's input {format_nbytes(figures.boundary_nbytes)}; it keeps "\
-              f"{format_nbytes(figures.kept_nbytes)} when recorded; its backward needs "\
-              f"{format_nbytes(figures.backward_nbytes)}, recomputed {format_nbytes(figures.recomputed_nbytes)}"
+        yield (
+            f"{count} × {kind.name}: a layer's input {format_nbytes(figures.boundary_nbytes)}; it keeps "
+            f"{format_nbytes(figures.kept_nbytes)} when recorded; its backward needs "
+            f"{format_nbytes(figures.backward_nbytes)}, recomputed {format_nbytes(figures.recomputed_nbytes)}"
+        )
     for instant in rank.instants:
         parts = ", ".join(
             f"{name} {format_nbytes(value)}"

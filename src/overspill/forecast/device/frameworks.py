@@ -22,7 +22,8 @@ __all__ = ["resolve"]
 
 MiB = 2**20
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-#: cuBLAS's workspace of a handle: :4096:2:16:8 KiB, on Hopper and later 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp).
+#: cuBLAS's workspace of a handle: :4096:2:16:8 KiB, on Hopper and later 32 MiB
+#: (aten/src/ATen/cuda/CublasHandlePool.cpp).
 #: The forward's thread and the autograd thread have a handle each.
 CUBLAS_WORKSPACE_NBYTES = (4096 * 2 + 16 * 8) * 1024
 HOPPER_WORKSPACE_NBYTES = 32 * MiB
@@ -84,7 +85,7 @@ def _common(draft: _Draft, *, hopper: bool) -> None:
     adapter_size = 4 if adapter == "auto" else ITEMSIZE[adapter]
     sequences, seq_len = _batch(draft)
     draft.values.update(
-        style=Style(residual=weight if not autocast or weight == 2 else weight, compute=compute, weight=weight,
+        style=Style(residual=weight, compute=compute, weight=weight,
                     autocast=autocast, quantised=job.method.base is not None,
                     attention=_attention(draft)),
         optimizer=None,
@@ -116,7 +117,9 @@ def _common(draft: _Draft, *, hopper: bool) -> None:
         update_in_backward=job.optimizer.in_backward,
         workspace_nbytes=2 * workspace,
         sharding=_sharding(draft),
-        expert_ranks=max(1, layout.data_ranks * layout.context * layout.tensor // (layout.expert * layout.expert_tensor)),
+        expert_ranks=max(
+            1, layout.data_ranks * layout.context * layout.tensor // (layout.expert * layout.expert_tensor)
+        ),
     )  # fmt: skip
 
 
@@ -261,7 +264,7 @@ def _hf_loss(draft: _Draft, plain: LossCode) -> LossCode:
     if chosen == "auto":
         draft.assume("kernels.loss", "plain", "transformers' own cross-entropy")
         chosen = "plain"
-    return {"plain": plain, "fused": "in_place", "fused_linear": "fused_linear", "chunked": "chunked"}[chosen]  # type: ignore[return-value]
+    return {"plain": plain, "fused": "in_place", "fused_linear": "fused_linear", "chunked": "chunked"}[chosen]
 
 
 def _litgpt(draft: _Draft) -> None:

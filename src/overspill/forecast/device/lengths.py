@@ -21,7 +21,9 @@ def token_lengths(file: Path, model: str, longest: int) -> tuple[list[int], str]
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OverspillError("OVS204", f"The data file cannot be read: {error}.", field="--data", value=str(file)) from None
+        raise OverspillError(
+            "OVS204", f"The data file cannot be read: {error}.", field="--data", value=str(file)
+        ) from None
     rows = [_text_of(line) for line in text.splitlines()[:_MOST_ROWS] if line.strip()]
     if file.suffix == ".txt":
         rows = [text]

@@ -38,7 +38,10 @@ def off_device_nbytes(job: Job, units: Units, resolved: Resolved) -> tuple[int, 
     elif offload.gradients == "disk":
         disk += gradients
     weights = units.total(
-        lambda unit: weight_share * (unit.trained_numel * resolved.trained_itemsize + unit.frozen_numel * resolved.frozen_itemsize)
+        lambda unit: (
+            weight_share
+            * (unit.trained_numel * resolved.trained_itemsize + unit.frozen_numel * resolved.frozen_itemsize)
+        )
     )
     if offload.weights == "host":
         host += weights

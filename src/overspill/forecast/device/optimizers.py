@@ -46,7 +46,7 @@ def optimizer_facts(
             step=step,
             step_largest=largest,
             on_device=on_device,
-            **more,  # type: ignore[arg-type]
+            **more,
         )
 
     if name in ("adamw", "adam", "badam", "schedule_free", "sophia"):

@@ -94,7 +94,8 @@ def _outside(resolved: Resolved, torch: str | None) -> tuple[int, int]:
 
 
 def _capped(one: Range, capacity: int) -> Range:
-    return Range(min(one.low, capacity), min(one.likely, capacity), max(min(one.high, capacity), min(one.likely, capacity)))
+    likely = min(one.likely, capacity)
+    return Range(min(one.low, capacity), likely, max(min(one.high, capacity), likely))
 
 
 def _communicators(resolved: Resolved) -> int:

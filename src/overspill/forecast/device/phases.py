@@ -48,7 +48,7 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Between steps: weights with adapters, optimizer state with master, gradients that are kept, library workspaces."""
+    """Between steps: weights with adapters, optimizer state with master, kept gradients, workspaces of libraries."""
 
     weights: int
     optimizer: int
@@ -419,7 +419,7 @@ class _Step:
 
     def _unreduced(self, unit: Unit) -> float:
         """Gradients of one unit before they are reduced, beside what a rank keeps of them."""
-        sharding, resolved = self.resolved.sharding, self.resolved
+        sharding = self.resolved.sharding
         trained = unit.trained_numel + unit.adapter_numel
         if sharding.flat_gradients and trained:
             trained = unit.numel
@@ -430,7 +430,7 @@ class _Step:
         return 0
 
     def _reduction(self) -> Instant | None:
-        sharding, resolved = self.resolved.sharding, self.resolved
+        sharding = self.resolved.sharding
         if sharding.kind not in ("zero1", "zero2", "zero3", "ddp"):
             return None
         return None
@@ -444,6 +444,6 @@ class _Step:
             largest = max(unit.largest_numel for _, _, unit in self._all_units())
             return self._instant("optimizer step", temporaries=largest * (facts.step or facts.step_largest))
         trained = self.units.total(lambda unit: share * (unit.trained_numel + unit.adapter_numel))
-        largest = max(unit.largest_numel for _, _, unit in self._all_units()) * share
-        temporaries = trained * facts.step + largest * facts.step_largest
+        widest = max(unit.largest_numel for _, _, unit in self._all_units()) * share
+        temporaries = trained * facts.step + widest * facts.step_largest
         return self._instant("optimizer step", gradients=gradients, temporaries=temporaries)

@@ -32,7 +32,8 @@ def svg_of(forecast: DeviceForecast) -> str:
         return _TOP + height * (1 - nbytes / top)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         f'<text x="{_LEFT}" y="20" font-size="15">{escape(forecast.model)}: {escape(_title(forecast))}</text>',
     ]
@@ -56,8 +57,10 @@ def svg_of(forecast: DeviceForecast) -> str:
         )
     if forecast.usable_nbytes:
         line = y(forecast.usable_nbytes)
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{line:.1f}" y2="{line:.1f}" stroke="black" stroke-dasharray="6 4"/>')
-        parts.append(f'<text x="{_WIDTH - 24}" y="{line - 5:.1f}" text-anchor="end">{escape(forecast.gpu or "")}</text>')
+        ends = f'x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{line:.1f}" y2="{line:.1f}"'
+        parts.append(f'<line {ends} stroke="black" stroke-dasharray="6 4"/>')
+        name = escape(forecast.gpu or "")
+        parts.append(f'<text x="{_WIDTH - 24}" y="{line - 5:.1f}" text-anchor="end">{name}</text>')
     x = float(_LEFT)
     for name, colour in COLOURS.items():
         parts.append(f'<rect x="{x:.0f}" y="{_HEIGHT - 28}" width="12" height="12" fill="{colour}"/>')

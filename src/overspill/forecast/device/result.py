@@ -1,4 +1,4 @@
-"""DeviceForecast: the memory of a job on a card, as data. Built by forecast_device() in this module's `forecast_device`.
+"""DeviceForecast: the memory of a job on a card, as data, and forecast_device(), which builds it.
 
 Three figures with intervals, the phases, what rests, what it costs on the host and on disk, the verdict, and what would
 make it fit. JSON by pydantic; the terminal's form is cli/device.py's.
@@ -247,7 +247,8 @@ def _largest_category(one: Instant) -> str:
 def _verdict(
     peak: Instant, need: Range, room: int, headroom: float, probability: float, card: Accelerator, held: int
 ) -> tuple[Verdict, str]:
-    there = f"{format_nbytes(room)} of the {card.name}" + (f" ({format_nbytes(held)} are held by others)" if held else "")
+    others = f" ({format_nbytes(held)} are held by others)" if held else ""
+    there = f"{format_nbytes(room)} of the {card.name}{others}"
     where = f"in {peak.phase}, most of it {_largest_category(peak)}"
     if probability >= FAILS_ABOVE:
         missing = need.likely - room
@@ -257,8 +258,8 @@ def _verdict(
     wanted = room * (1 - headroom)
     if probability >= FITS_BELOW or need.likely > wanted:
         return "tight", (
-            f"It needs {format_nbytes(need.likely)} {where}, of {there}: less than the {headroom:.0%} that are to stay free, "
-            f"or a chance of {probability:.0%} to run out."
+            f"It needs {format_nbytes(need.likely)} {where}, of {there}: less than the {headroom:.0%} that are to stay "
+            f"free, or a chance of {probability:.0%} to run out."
         )
     return "fits", f"It needs {format_nbytes(need.likely)} {where}, of {there}."
 

@@ -242,5 +242,3 @@ def step_events(
     Blocks below 1 MiB are left out: they have a pool of their own, of 2 MiB segments, that no large block waits for.
     """
     return _Stream(facts, units, resolved, run_of, runs).run(steps)
-
-

@@ -1,7 +1,7 @@
 """What one layer of a kind keeps, and its highest instants, from running it on the tape.
 
-`LayerFigures` is what forecast/phases.py puts together: a forward with and without recording, and a backward. A layer is
-run alone with an input that needs a gradient; what is alive before it is somebody else's.
+`LayerFigures` is what device/phases.py puts together: a forward with and without recording, and a backward. A layer
+is run alone with an input that needs a gradient; what is alive before it is somebody else's.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ __all__ = ["HeadFigures", "LossCode", "head_figures", "run_head"]
 #: fused_linear: the head's product is made in chunks inside the loss (Liger), gradients at once in forward.
 #: chunked: the head's output is whole, the upcast and the loss go chunk by chunk (torchtune's CEWithChunkedOutputLoss).
 #: split: head and loss run on a few rows at a time in the compute dtype, all logits and log-probabilities are kept
-#: (LitGPT's lm_head_chunk_size). vocab_parallel: Megatron's, in fp32 in place on a copy; ``te_fused``: TransformerEngine's, in place on the logits.
+#: (LitGPT's lm_head_chunk_size). vocab_parallel: Megatron's, in fp32 in place on a copy; te_fused: TransformerEngine's,
+#: in place on the logits.
 LossCode = Literal[
     "upcast_all", "upcast_in_loss", "pad_labels", "native", "upcast", "in_place", "fused_linear", "chunked",
     "split", "vocab_parallel", "te_fused",
@@ -115,7 +116,7 @@ def run_head(
     chunks: int,
     vocab_split: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """(the loss, the logits that the model returns). The input is taken out of its box, so that nobody else keeps it."""
+    """(the loss, the logits that the model returns). The input is taken out of its box: nobody else keeps it."""
     shape = LinearShape("head", hidden, vocab)
     layer = Layer(
         tape=tape, style=run.style, tokens=run.tokens, seq_len=run.seq_len, trained=run.trained, targeted=run.targeted,
@@ -137,7 +138,10 @@ def run_head(
             logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
         box = [logits]
         del logits
-        loss, held = _loss(tape, box, code, shift, chunks, autocast=run.style.autocast, recomputes=run.style.compiled, seq_len=run.seq_len)
+        loss, held = _loss(
+            tape, box, code, shift, chunks,
+            autocast=run.style.autocast, recomputes=run.style.compiled, seq_len=run.seq_len,
+        )  # fmt: skip
         if converts_outputs and held is not None and held.itemsize != FP32:
             held = tape.new(held.numel, FP32, Category.LOGITS)
     del h
@@ -150,7 +154,14 @@ def _plain_head(layer: Layer) -> Parameter:
 
 
 def _loss(
-    tape: Tape, box: list[Tensor], code: LossCode, shift: LossCode, chunks: int, *, autocast: bool, recomputes: bool,
+    tape: Tape,
+    box: list[Tensor],
+    code: LossCode,
+    shift: LossCode,
+    chunks: int,
+    *,
+    autocast: bool,
+    recomputes: bool,
     seq_len: int = 1 << 30,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss (a scalar), and the logits that the model returns. ``box`` holds the logits: they are taken out of it,

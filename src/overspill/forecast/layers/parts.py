@@ -14,7 +14,8 @@ from overspill.forecast.tape import Category, Parameter, Tape, Tensor, ops
 from overspill.model.facts import AttentionFacts, LinearShape
 
 __all__ = [
-    "Layer", "attention", "base_linear", "enter", "gated_mlp", "join", "leave", "linear", "norm", "plain_mlp", "repeat", "scores",
+    "Layer", "attention", "base_linear", "enter", "gated_mlp", "join", "leave", "linear", "norm", "plain_mlp", "repeat",
+    "scores",
 ]  # fmt: skip
 
 FP32 = 4
@@ -102,7 +103,7 @@ def norm(layer: Layer, x: Tensor, name: str, kind: str, width: int) -> Tensor:
 
 def linear(layer: Layer, x: Tensor, name: str, out_width: int) -> Tensor:
     """A linear module, quantised or not, with its adapter if it is targeted."""
-    tape, style = layer.tape, layer.style
+    style = layer.style
     out = base_linear(layer, x, name, out_width)
     if style.adapter is None or not layer.targeted(name):
         return out

@@ -20,7 +20,7 @@ Mlp = Literal["python", "recompute", "kernel", "kernel_pair"]
 class Adapter:
     """LoRA pairs. code: whose (peft's operation by operation, one fused function, litgpt's or torchtune's).
 
-    copies: an input cast to the adapters' dtype and, under autocast, back: one saved copy for each module, as peft does.
+    peft casts the input to the adapters' dtype, and autocast casts it back: one saved copy for each module.
     """
 
     code: Literal["peft", "fused", "litgpt", "torchtune"]
@@ -59,10 +59,10 @@ class Style:
     2.8 (the same chain inside ATen), ``kernel`` one that saves its input and a row's factor. repeat_kv: keys and values
     are copied to all heads before attention. rope ``complex``: through fp32 complex numbers (torchtitan, torchtune).
     mlp ``recompute``: the kernel saves gate and up alone and writes their gradients over them (Liger, Unsloth);
-    ``kernel``: gate and up side by side in one tensor, as Megatron's bias_swiglu; ``kernel_pair``: one generated kernel over both
-    (torch.compile), which keeps them and recomputes. quantised: the base's dequantised copy lives
-    while it is used. reentrant: of checkpointing. grouped_experts: all
-    experts in one grouped matmul, else one after the other. expert_linears: each expert's matrices are modules.
+    ``kernel``: gate and up side by side in one tensor, as Megatron's bias_swiglu; ``kernel_pair``: one generated
+    kernel over both (torch.compile), which keeps them and recomputes. quantised: the base's dequantised copy lives
+    while it is used. reentrant: of checkpointing. grouped_experts: all experts in one grouped matmul, else one after the
+    other. expert_linears: each expert's matrices are modules.
     """
 
     residual: int

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from overspill.forecast.tape.core import Category, Parameter, Tape, Tensor
 
 __all__ = [
-    "add", "cast", "dropout", "elementwise", "embedding", "fused", "linear", "matmul", "mean_of_square", "mul", "mul_weight",
-    "scale", "silu", "softmax",
+    "add", "cast", "dropout", "elementwise", "embedding", "fused", "linear", "matmul", "mean_of_square", "mul",
+    "mul_weight", "scale", "silu", "softmax",
 ]  # fmt: skip
 
 FP32 = 4
@@ -218,7 +218,9 @@ def fused(
     sizes = tuple(
         (one.numel, one.itemsize, one.trained if isinstance(one, Parameter) else one.requires_grad) for one in inputs
     )
-    kept = tuple(Tensor(one.storage, one.numel, one.itemsize) for one in inputs[:in_place_grads] if isinstance(one, Tensor))  # fmt: skip
+    kept = tuple(
+        Tensor(one.storage, one.numel, one.itemsize) for one in inputs[:in_place_grads] if isinstance(one, Tensor)
+    )
 
     def backward(tape: Tape, grad: Tensor) -> Sequence[Tensor | None]:
         scratch = tape.scratch(backward_scratch_nbytes) if backward_scratch_nbytes else None
@@ -227,7 +229,7 @@ def fused(
                 Tensor(kept[index].storage, numel, itemsize)
                 if index < len(kept)
                 else tape.new(numel, itemsize, Category.TEMPORARIES)
-            )  # fmt: skip
+            )
             if needs
             else None
             for index, (numel, itemsize, needs) in enumerate(sizes)
