@@ -332,6 +332,8 @@ def _torchtune(draft: _Draft) -> None:
     values["logits"] = "upcast"
     values["loss_chunks"] = 8
     values["caller_holds_logits"] = False
+    # compile_loss() returns a compiled plain loss, which the full recipes drop; of a chunked one it compiles a method.
+    values["compiled_loss"] = kernels.compile and (chosen == "chunked" or method.kind == "lora")
     values["reentrant"] = False
     _set_optimizer(draft, state_itemsize=size, fused=draft.versions["torchtune"] >= (0, 3))
     sharding: Sharding = values["sharding"]

@@ -121,6 +121,7 @@ def _head(facts: ModelFacts, resolved: Resolved, run: Run, units: Units) -> Head
         converts_outputs=resolved.converts_outputs,
         chunks=resolved.loss_chunks,
         vocab_split=resolved.tensor if resolved.loss_parallel else 1,
+        compiled=resolved.compiled_loss,
     )
 
 
@@ -286,6 +287,7 @@ class _Step:
             )
             if not earlier and not resolved.update_in_backward:
                 done += share * _gradient_nbytes(self.units.head, resolved)
+        tied = self._tied_gradient()
         kept = self.kept
         best: Instant | None = None
         retained = 0
@@ -301,7 +303,7 @@ class _Step:
             in_layer = 0 if earlier else figures.gradients_at_peak_nbytes * (0 if sharding.splits_gradients else 1)
             one = self._instant(
                 "backward of a layer",
-                gradients=before + done + in_layer,
+                gradients=before + done + in_layer + tied,
                 activations=kept + base + retained + own - (in_layer if not sharding.splits_gradients else 0),
                 logits=self.head.held_nbytes if self.head is not None else 0,
                 communication=root + self._gathered_layer(unit, alive) + unreduced + root_gradient,
@@ -316,17 +318,28 @@ class _Step:
         result.append(best)
         embedding = self.units.embedding
         if embedding.trained_numel:
-            dense = embedding.trained_numel * resolved.style.compute
+            # Of a tied head's gradient, which is a view, and the embedding's the sum is a third tensor (tape/core.py); of
+            # a head in chunks it is a sum already, and the embedding's is added to it in place.
+            thirds = 2 if tied and resolved.loss != "chunked" else 1
+            dense = embedding.trained_numel * resolved.style.compute * thirds
             result.append(
                 self._instant(
                     "backward of the embeddings",
-                    gradients=before + done,
+                    gradients=before + done + tied,
                     activations=base + retained,
                     temporaries=dense,
                     communication=root + root_gradient,
                 )
             )
         return result
+
+    def _tied_gradient(self) -> int:
+        """[Note: Tied] The gradient of a head that shares the embedding's weight waits in the engine's input buffer of
+        AccumulateGrad until the embedding's backward has run too (torch/csrc/autograd/engine.cpp): through the whole
+        backward of the layers, whole and in the dtype of the product, whoever takes it afterwards."""
+        if self.head is None or self.units.head.numel or not self.units.embedding.trained_numel:
+            return 0
+        return self.units.embedding.trained_numel * self.resolved.style.compute
 
     def _own_backward(self, number: int, figures: LayerFigures) -> int:
         if not self.checkpointed[number]:

@@ -116,6 +116,7 @@ class Resolved:
     update_in_backward: bool
     workspace_nbytes: int
     quantises_head: bool = False
+    compiled_loss: bool = False
     expert_ranks: int = 1
     assumed: tuple[Assumed, ...] = ()
     notes: tuple[str, ...] = field(default=())

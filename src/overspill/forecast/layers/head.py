@@ -63,8 +63,9 @@ def head_figures(
     converts_outputs: bool,
     chunks: int,
     vocab_split: int = 1,
+    compiled: bool = False,
 ) -> HeadFigures:
-    """Run the end of the model. vocab: rows of the head; vocab_split: ranks that share them.
+    """Run the end of the model. vocab: rows of the head; vocab_split: ranks that share them. compiled: the loss is.
 
     converts_outputs: the model's outputs are copied to fp32 when it returns (Accelerate with autocast).
     """
@@ -83,6 +84,11 @@ def head_figures(
     if code == "fused_linear":
         loss = _fused_linear(layer, h, width)
         held: Tensor | None = h
+        del h
+    elif code == "chunked":
+        box = [h]
+        del h
+        loss, held = _chunked(layer, box, width, chunks, recomputes=compiled), None
     else:
         plain = _plain_head(layer)
         logits = ops.linear(tape, ops.cast(tape, h, run.style.compute), plain, run.tokens * width)
@@ -92,10 +98,10 @@ def head_figures(
             logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
         box = [logits]
         del logits
-        loss, held = _loss(tape, box, code, shift, chunks, autocast=run.style.autocast, recomputes=run.style.compiled)
+        loss, held = _loss(tape, box, code, shift, chunks, run, holds=caller_holds_logits, compiled=compiled)
         if converts_outputs and held is not None and held.itemsize != FP32:
             held = tape.new(held.numel, FP32, Category.LOGITS)
-    del h
+        del h
     forward = memory.peak_nbytes
     forward_logits = memory.at_peak
     if not caller_holds_logits:
@@ -124,29 +130,30 @@ def _plain_head(layer: Layer) -> Parameter:
 
 
 def _loss(
-    tape: Tape, box: list[Tensor], code: LossCode, shift: LossCode, chunks: int, *, autocast: bool, recomputes: bool
+    tape: Tape, box: list[Tensor], code: LossCode, shift: LossCode, chunks: int, run: Run, *, holds: bool, compiled: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The loss (a scalar), and the logits that the model returns. ``box`` holds the logits: they are taken out of it,
     so that nobody else keeps them."""
     if code == "in_place":
-        prepared, _frame, held = _prepared(tape, box, shift)
+        prepared, _frame, held = _prepared(tape, box, shift, holds=holds)
         return _over_itself(tape, prepared), held
     if code in ("vocab_parallel", "te_fused"):
         return _over_itself(tape, ops.cast(tape, box.pop(), FP32)), None
     if code == "split":
         logits = box.pop()
         return _split(tape, logits, chunks), logits
-    if code == "chunked":
+    if code == "upcast" and compiled:
         logits = box.pop()
-        return _chunked(tape, logits, chunks, recomputes=recomputes), None
-    prepared, _frame, held = _prepared(tape, box, code)
-    if code == "native" and autocast:
+        held_back = logits if holds else None
+        return _compiled_cross_entropy(tape, logits, run.tokens), held_back
+    prepared, _frame, held = _prepared(tape, box, code, holds=holds)
+    if code == "native" and run.style.autocast:
         prepared = ops.cast(tape, prepared, FP32)
         _is_logits(prepared)
     return _cross_entropy(tape, prepared), held
 
 
-def _prepared(tape: Tape, box: list[Tensor], code: LossCode) -> tuple[Tensor, Tensor, Tensor | None]:
+def _prepared(tape: Tape, box: list[Tensor], code: LossCode, *, holds: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """(what the loss gets, what its caller's frame holds meanwhile, what the model returns)."""
     logits = box.pop()
     if code == "native":
@@ -158,6 +165,8 @@ def _prepared(tape: Tape, box: list[Tensor], code: LossCode) -> tuple[Tensor, Te
         return _copy(tape, wide), wide, wide
     if code == "upcast_in_loss":
         return _copy(tape, wide), wide, logits
+    if code == "upcast" and not holds:
+        return wide, wide, None
     return wide, wide, logits
 
 
@@ -197,29 +206,66 @@ def _cross_entropy(tape: Tape, logits: Tensor) -> Tensor:
     return tape.record((logits,), (log,), backward, tape.new(1, FP32))
 
 
-def _chunked(tape: Tape, logits: Tensor, chunks: int, *, recomputes: bool) -> Tensor:
-    """Each chunk upcast on its own; its log-probabilities stay until backward, unless a compiled loss recomputes them.
+def _chunked(layer: Layer, box: list[Tensor], vocab: int, chunks: int, *, recomputes: bool) -> Tensor:
+    """The head on ``chunks`` pieces of every sequence, then cross-entropy piece by piece (torchtune's
+    TransformerDecoder.chunked_output and CEWithChunkedOutputLoss, 0.3 to 0.6). Formula `chunked-loss`.
 
-    Backward runs every chunk's loss before the head's products, so that all chunks' gradients are there at once, each
-    in the place of logits that are freed with it.
+    Backward runs every piece's loss before the head's products, so that all pieces' gradients are there at once, each in
+    the place of logits that are freed with it; then each product's gradient of the head is added to the ones before.
+    recomputes: the upcast and the loss are one compiled kernel, which keeps the logits and two numbers a row.
     """
-    numel, size, storage = logits.numel, logits.itemsize, logits.storage
-    part = numel // chunks
-    kept = []
-    for _ in range(chunks):
-        wide = tape.new(part, FP32, Category.LOGITS)
-        log = tape.new(part, FP32, Category.LOGITS)
-        if not recomputes:
-            kept.append(log)
-        del wide, log
+    tape, weight, h = layer.tape, _plain_head(layer), box.pop()
+    weight.keeps_grad = weight.trained  # summed over the pieces before anybody takes it
+    rows, sequences = layer.tokens // chunks, max(1, layer.tokens // layer.seq_len)
+    logits, waiting = [], list[Tensor]()
+    for index in range(chunks):
+        piece = _piece(tape, h, chunks, waiting, first=index == 0, copied=sequences > 1)
+        out = ops.linear(tape, ops.cast(tape, piece, layer.style.compute), weight, rows * vocab)
+        _is_logits(out)
+        logits.append(out)
+        del piece, out
+    del h
+    losses = []
+    for part in logits:
+        losses.append(_compiled_cross_entropy(tape, part, rows) if recomputes else _cross_entropy_of_upcast(tape, part))
+        del part
+    numel = len(losses)
+    return tape.record(losses, (), lambda tape, grad: [tape.new(1, FP32) for _ in range(numel)], tape.new(1, FP32))
+
+
+def _piece(tape: Tape, h: Tensor, chunks: int, waiting: list[Tensor], *, first: bool, copied: bool) -> Tensor:
+    """One of ``h.chunk(chunks, dim=1)``. Of several sequences it is no contiguous piece, and linear copies it. The
+    pieces' gradients wait for each other and are joined by a cat."""
+    numel, whole, size = h.numel // chunks, h.numel, h.itemsize
+    out = tape.new(numel, size) if copied else Tensor(h.storage, numel, size)
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor | None]:
+        waiting.append(Tensor(grad.storage, grad.numel, grad.itemsize))
+        if not first:
+            return (None,)
+        joined = tape.new(whole, size, Category.TEMPORARIES)
+        waiting.clear()
+        return (joined,)
+
+    return tape.record((h,), (), backward, out)
+
+
+def _cross_entropy_of_upcast(tape: Tape, logits: Tensor) -> Tensor:
+    wide = ops.cast(tape, logits, FP32)
+    _is_logits(wide)
+    return _cross_entropy(tape, wide)
+
+
+def _compiled_cross_entropy(tape: Tape, logits: Tensor, rows: int) -> Tensor:
+    """``cross_entropy(logits.float(), …)`` through torch.compile: it keeps the logits as they came and a row's maximum
+    and sum; backward writes the gradient in the logits' dtype in one kernel (inductor, torch 2.5 to 2.13)."""
+    numel, size = logits.numel, logits.itemsize
+    statistics = tape.new(2 * rows, FP32)
 
     def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
-        wide = tape.new(part, FP32, Category.LOGITS)
-        narrow = tape.new(part, size, Category.LOGITS)
-        del wide, narrow
-        return (Tensor(storage, numel, size),)
+        return (tape.new(numel, size, Category.LOGITS),)
 
-    return tape.record((logits,), (logits, *kept), backward, tape.new(1, FP32))
+    return tape.record((logits,), (logits, statistics), backward, tape.new(1, FP32))
 
 
 def _split(tape: Tape, logits: Tensor, chunks: int) -> Tensor:
