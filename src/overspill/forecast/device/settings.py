@@ -66,6 +66,8 @@ class Sharding:
     retains_inputs: bool = False
     pending_reductions: int = 0
     copied_units: int = 0
+    copied_in_backward: int = 0
+    reduces_one_behind: bool = False
     casts_shards: bool = False
 
     @property
