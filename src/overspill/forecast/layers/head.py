@@ -98,7 +98,7 @@ def head_figures(
             logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
         box = [logits]
         del logits
-        loss, held = _loss(tape, box, code, shift, chunks, run, holds=caller_holds_logits, compiled=compiled)
+        loss, held = _loss(tape, box, code, shift, chunks, run, holds=caller_holds_logits, compiled=compiled, split=vocab_split)
         if converts_outputs and held is not None and held.itemsize != FP32:
             held = tape.new(held.numel, FP32, Category.LOGITS)
         del h
@@ -130,7 +130,8 @@ def _plain_head(layer: Layer) -> Parameter:
 
 
 def _loss(
-    tape: Tape, box: list[Tensor], code: LossCode, shift: LossCode, chunks: int, run: Run, *, holds: bool, compiled: bool
+    tape: Tape, box: list[Tensor], code: LossCode, shift: LossCode, chunks: int, run: Run, *, holds: bool, compiled: bool,
+    split: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss (a scalar), and the logits that the model returns. ``box`` holds the logits: they are taken out of it,
     so that nobody else keeps them."""
@@ -147,6 +148,8 @@ def _loss(
         held_back = logits if holds else None
         return _compiled_cross_entropy(tape, logits, run.tokens), held_back
     prepared, _frame, held = _prepared(tape, box, code, holds=holds)
+    if code == "upcast" and split > 1:
+        return _loss_parallel(tape, prepared), held
     if code == "native" and run.style.autocast:
         prepared = ops.cast(tape, prepared, FP32)
         _is_logits(prepared)
@@ -231,6 +234,28 @@ def _chunked(layer: Layer, box: list[Tensor], vocab: int, chunks: int, *, recomp
         del part
     numel = len(losses)
     return tape.record(losses, (), lambda tape, grad: [tape.new(1, FP32) for _ in range(numel)], tape.new(1, FP32))
+
+
+def _loss_parallel(tape: Tape, logits: Tensor) -> Tensor:
+    """Cross-entropy of logits split by columns (torch/distributed/tensor/parallel/loss.py): forward holds the shifted
+    logits beside their exponentials; backward a tensor of zeros, the exponentials, their sum, and its product."""
+    numel, size = logits.numel, logits.itemsize
+    shifted = tape.new(numel, size, Category.LOGITS)
+    exponentials = tape.new(numel, size, Category.LOGITS)
+    del exponentials
+    log = tape.new(numel, size, Category.LOGITS)
+    del shifted
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        target = tape.new(numel, size, Category.LOGITS)
+        exponentials = tape.new(numel, size, Category.LOGITS)
+        total = tape.new(numel, size, Category.LOGITS)
+        del exponentials
+        result = tape.new(numel, size, Category.LOGITS)
+        del target, total
+        return (result,)
+
+    return tape.record((logits,), (log,), backward, tape.new(1, FP32))
 
 
 def _piece(tape: Tape, h: Tensor, chunks: int, waiting: list[Tensor], *, first: bool, copied: bool) -> Tensor:
