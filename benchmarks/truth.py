@@ -216,12 +216,37 @@ def _torchtitan(row: dict[str, str]) -> dict[str, dict[str, Any]]:
         loss="chunked" if "chunked" in notes else "plain",
     )  # fmt: skip
     data["parallel"]["data"] = "fsdp1" if "FSDP1" in parallel else "fsdp2"
+    data["framework"]["versions"] = _titan_versions(row)
     if match := re.search(r"x TP (\d+)", parallel):
         data["parallel"]["tensor"] = int(match[1])
     if match := re.search(r"x CP (\d+)", parallel):
         data["parallel"]["context"] = int(match[1])
     data["task"] = {"kind": "pretrain"}
     return data
+
+
+#: Year and month from which a published run of torchtitan is of these versions: its releases on PyPI and torch's.
+_TITAN_RELEASES = (
+    ((2024, 1), "0.0.1", "2.4.0"), ((2024, 10), "0.0.2", "2.6.0"), ((2025, 3), "0.0.2", "2.7.0"),
+    ((2025, 6), "0.1.0", "2.8.0"), ((2025, 10), "0.2.0", "2.9.0"),
+)  # fmt: skip
+
+
+def _titan_versions(row: dict[str, str]) -> dict[str, str]:
+    """What a row names, or the releases of the month that it or its source's title names; else the newest."""
+    text = f"{row['source_title']} {row['framework']} {row['notes']}"
+    named = dict(re.findall(r"(torch|titan) ?(\d+(?:\.\d+)+)", text))
+    if dates := [(int(year), int(month)) for year, month in re.findall(r"(20\d\d)-(\d\d)", text)]:
+        titan, torch = [one[1:] for one in _TITAN_RELEASES if one[0] <= max(dates)][-1]
+        return {"torchtitan": named.get("titan", titan), "torch": named.get("torch", torch)}
+    if "torch" in named and "titan" not in named:
+        release = [one for one in _TITAN_RELEASES if _tuple(one[2]) <= _tuple(named["torch"])]
+        named["titan"] = release[-1][1]
+    return {name: named[key] for name, key in (("torchtitan", "titan"), ("torch", "torch")) if key in named}
+
+
+def _tuple(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
 
 
 def _llm_foundry(row: dict[str, str]) -> dict[str, dict[str, Any]]:

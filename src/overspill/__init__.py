@@ -30,8 +30,8 @@ __all__ = ["__version__", *sorted(_HOME_BY_NAME)]
 if TYPE_CHECKING:
     from overspill.errors import OverspillError as OverspillError
     from overspill.forecast import Forecast as Forecast
-    from overspill.forecast import forecast_job as forecast
     from overspill.forecast.device.result import DeviceForecast as DeviceForecast
+    from overspill.forecast.entry import forecast as forecast
     from overspill.job import Job as Job
     from overspill.machine import Machine as Machine
     from overspill.plan import Plan as Plan

@@ -28,9 +28,9 @@ def forecast_job(
     """
     cards = machine.accelerators if machine is not None else ()
     if job.device.gpu is None and not cards and machine is not None:
-        from overspill.forecast.core import forecast
+        from overspill.forecast.core import forecast as forecast_run
 
-        return forecast(job, machine, shape, **keywords)
+        return forecast_run(job, machine, shape, **keywords)
     from overspill.catalog.user import find_accelerator, read_user_catalogue
     from overspill.forecast.device.result import forecast_device
     from overspill.model import read_model
@@ -45,3 +45,7 @@ def forecast_job(
         found = read_model(job.model.path)
         shape, name = found.shape, found.name
     return forecast_device(job, shape, card, name=name)
+
+
+#: The public name, for type checkers: see the note in the package.
+forecast = forecast_job

@@ -27,6 +27,8 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 #: The forward's thread and the autograd thread have a handle each.
 CUBLAS_WORKSPACE_NBYTES = (4096 * 2 + 16 * 8) * 1024
 HOPPER_WORKSPACE_NBYTES = 32 * MiB
+#: The last torchtitan release whose configurations ask for plain cross-entropy; later ones ask for it in chunks.
+NEWEST_WITH_PLAIN_LOSS = (0, 2, 99)
 _HF = ("torch", "overspill", "hf_trainer", "trl", "accelerate", "axolotl", "llamafactory", "unsloth", "deepspeed")
 #: Families whose flash-attention code copied keys and values to all heads before transformers 4.48.
 _REPEATED_KV = ("mistral", "mixtral", "qwen2_moe", "phi3")
@@ -178,9 +180,13 @@ def _sharding(draft: _Draft) -> Sharding:
         prefetched_units=0 if kind == "fsdp1" and draft.job.model.gradient_checkpointing else 1,
         retains_inputs=kind == "fsdp1" and not full and split > 1,
         # [Note: Pending] A unit's gradients are reduced on another stream while the next unit's backward runs; its
-        # buffers are held until then. FSDP2 besides copies a gathered unit out of the collective's buffer.
+        # buffers are held until then. FSDP2 besides copies a gathered unit out of the collective's buffer. From torch
+        # 2.5 on (pytorch#129721) it copies gradients into the reduction's input at once and keeps that input alone,
+        # until the next unit is about to reduce; and no collective's output outlives its copies in backward.
         pending_reductions=1 if kind in ("fsdp1", "fsdp2") and not draft.job.model.gradient_checkpointing else 0,
         copied_units=1 if kind == "fsdp2" else 0,
+        copied_in_backward=1 if kind == "fsdp2" and draft.versions["torch"] < (2, 5) else 0,
+        reduces_one_behind=kind == "fsdp2" and draft.versions["torch"] >= (2, 5),
     )
 
 
@@ -369,6 +375,8 @@ def _torchtune(draft: _Draft) -> None:
     values["logits"] = "upcast"
     values["loss_chunks"] = 8
     values["caller_holds_logits"] = False
+    # compile_loss() returns a compiled plain loss, which the full recipes drop; of a chunked one it compiles a method.
+    values["compiled_loss"] = kernels.compile and (chosen == "chunked" or method.kind == "lora")
     values["reentrant"] = False
     _set_optimizer(draft, state_itemsize=size, fused=draft.versions["torchtune"] >= (0, 3))
     sharding: Sharding = values["sharding"]
@@ -395,11 +403,19 @@ def _torchtitan(draft: _Draft) -> None:
         mlp="kernel_pair" if compiled else "python",
         repeat_kv=True,
     )
-    values["loss"] = {"auto": "upcast", "plain": "upcast", "chunked": "chunked", "fused": "in_place",
-                      "fused_linear": "fused_linear"}[kernels.loss]  # fmt: skip
+    version = draft.versions["torchtitan"]
+    chosen = kernels.loss
+    if chosen == "auto":
+        chosen = "chunked" if version > NEWEST_WITH_PLAIN_LOSS else "plain"
+        draft.assume("kernels.loss", chosen, "torchtitan's loss of that version")
+    values["loss"] = {"plain": "upcast", "chunked": "chunked", "fused": "in_place", "fused_linear": "fused_linear"}[
+        chosen
+    ]
     values["logits"] = "upcast"
     values["loss_chunks"] = 8
-    values["caller_holds_logits"] = True
+    # Before 0.0.2 the training loop kept `pred` until the next step; then `del pred` stands before loss.backward().
+    values["caller_holds_logits"] = version < (0, 0, 2)
+    values["compiled_loss"] = compiled and version >= (0, 1)  # build_cross_entropy_loss compiles it with the model
     values["reentrant"] = False
     values["trained_itemsize"] = values["gradient_itemsize"] = 4
     sharding: Sharding = values["sharding"]
@@ -407,10 +423,14 @@ def _torchtitan(draft: _Draft) -> None:
         sharding,
         gathered_itemsize=compute,
         reduce_itemsize=4,
-        wrap_embeddings=sharding.wrap_embeddings,
-        prefetched_units=1,
+        # apply_fsdp: tok_embeddings and [norm, output] are units of their own from 0.2 on; before, the root held them.
+        wrap_embeddings=sharding.wrap_embeddings or version >= (0, 2),
+        # What torchtitan logs are active bytes. FSDP1 hands blocks to a second stream (record_stream), where they stay
+        # active until the device gets there; the host is let two units ahead (_FreeEventQueue of _limiter_utils.py).
+        prefetched_units=2 if sharding.kind == "fsdp1" else 1,
+        pending_reductions=2 if sharding.kind == "fsdp1" else sharding.pending_reductions,
     )
-    _set_optimizer(draft, state_itemsize=4, fused=draft.versions["torchtitan"] >= (0, 1))
+    _set_optimizer(draft, state_itemsize=4, fused=version >= (0, 0, 2))
 
 
 def _llm_foundry(draft: _Draft) -> None:

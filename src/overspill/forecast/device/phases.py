@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units, optimizer_nbytes
+from overspill.forecast.device.zero import zero_gathered_nbytes
 from overspill.forecast.layers.figures import LayerFigures, layer_figures
 from overspill.forecast.layers.head import HeadFigures, head_figures
 from overspill.forecast.layers.litgpt_head import litgpt_head_figures
@@ -145,6 +146,7 @@ def _head(facts: ModelFacts, resolved: Resolved, run: Run, units: Units) -> Head
         converts_outputs=resolved.converts_outputs,
         chunks=resolved.loss_chunks,
         vocab_split=resolved.tensor if resolved.loss_parallel else 1,
+        compiled=resolved.compiled_loss,
     )
 
 
@@ -218,30 +220,31 @@ class _Step:
         """Ids, labels, attention mask and positions of the micro-batch, int64, and rotary tables."""
         return 4 * _INT64 * self.resolved.tokens
 
-    def _gathered_root(self) -> int:
-        """FSDP: what stands outside the layers is one unit, gathered from the first forward to the last backward."""
+    def _gathered_root(self, *parts: Unit) -> int:
+        """FSDP: what stands outside the layers is one unit, gathered from the first forward to the last backward; where
+        embeddings and head are units of their own, only ``parts`` are gathered."""
         sharding = self.resolved.sharding
         if not sharding.splits_weights or sharding.kind == "zero3":
             return 0
-        numel = sum(unit.numel for unit in (self.units.embedding, self.units.head, self.units.root))
+        outer = parts if sharding.wrap_embeddings else (self.units.embedding, self.units.head, self.units.root)
+        numel = sum(unit.numel for unit in outer)
         if sharding.whole_model_unit:
             numel += sum(count * unit.numel for _, count, unit in self.units.layers)
         return numel * sharding.gathered_itemsize
 
-    def _gathered_layer(self, unit: Unit, units_alive: int) -> int:
+    def _gathered_layer(self, unit: Unit, units_alive: int, copied: int = 0) -> int:
+        """``units_alive`` units of this size, gathered; ``copied``: collectives' outputs that wait beside them."""
         sharding = self.resolved.sharding
         if not sharding.splits_weights or sharding.whole_model_unit:
             return 0
         one = unit.numel * sharding.gathered_itemsize + unit.quantised_nbytes
         if sharding.kind == "zero3":
-            largest = max(unit.numel for _, _, unit in self._all_units())
-            ahead = sharding.prefetch_bucket_numel + max(largest, unit.numel)
-            whole = sum(count * unit.numel for _, count, unit in self._all_units())
-            return min(ahead, sharding.max_live_numel + largest, whole) * sharding.gathered_itemsize
-        return one * (units_alive + sharding.copied_units)
+            return zero_gathered_nbytes(self.units, unit, sharding)
+        return one * (units_alive + copied)
 
     def _forward(self) -> list[Instant]:
         resolved, base = self.resolved, self._inputs() + self._embedding_scratch()
+        sharding, head_part = resolved.sharding, (self.units.head, self.units.root)
         kept, best, best_total = 0, None, -1
         last, last_logits = self._last_step()
         flight = max(0, resolved.microbatches_in_flight - self.stage - 1)
@@ -249,7 +252,8 @@ class _Step:
         for number, index in enumerate(self.order):
             unit, figures = self.layers[index][2], self._figures(number)
             own = figures.forward_nbytes if self.checkpointed[number] else figures.recorded_nbytes
-            gathered = self._gathered_layer(unit, 1 + (resolved.sharding.kind == "fsdp2"))
+            # FSDP2 keeps the previous collective's output until the next one is under way.
+            gathered = self._gathered_layer(unit, 1 + (sharding.kind == "fsdp2"), sharding.copied_units)
             total = kept + own + gathered
             if total > best_total:
                 best, best_total = (kept + own + last, gathered), total
@@ -283,7 +287,7 @@ class _Step:
                     gradients=self._earlier_gradients(),
                     activations=kept + base + flight * whole + head.forward_nbytes - logits,
                     logits=logits,
-                    communication=self._gathered_root(),
+                    communication=self._gathered_root(*head_part),
                 )
             )
         self.kept, self.flight = kept, flight * whole
@@ -302,7 +306,8 @@ class _Step:
     def _earlier_gradients(self) -> float:
         """Gradients that are there when a micro-batch begins: those of the micro-batches before it."""
         resolved = self.resolved
-        if resolved.accumulation == 1 or resolved.longest_first or resolved.gradients_at_rest or resolved.update_in_backward:
+        never = resolved.longest_first or resolved.gradients_at_rest or resolved.update_in_backward
+        if never or resolved.accumulation == 1:
             return 0
         return self._all_gradients()
 
@@ -326,6 +331,7 @@ class _Step:
         base = self._inputs() + self.flight
         result = []
         root = self._gathered_root()
+        at_head = self._gathered_root(self.units.head, self.units.root)
         earlier = bool(before) or resolved.gradients_at_rest
         if self.head is not None:
             head = self.head
@@ -335,33 +341,40 @@ class _Step:
                     gradients=before,
                     activations=self.kept + base + head.backward_nbytes - head.logits_nbytes,
                     logits=head.logits_nbytes,
-                    communication=root,
+                    communication=at_head,
                 )
             )
             if not earlier and not resolved.update_in_backward:
                 done += share * _gradient_nbytes(self.units.head, resolved)
+        tied = self._tied_gradient()
         kept = self.kept
         best: Instant | None = None
         retained = 0
         root_gradient = 0.0
-        if sharding.splits_gradients and sharding.kind in ("fsdp1", "fsdp2"):
-            root_gradient = self._unreduced(self.units.head)
+        if sharding.splits_gradients and sharding.kind in ("fsdp1", "fsdp2") and not sharding.wrap_embeddings:
+            # The root's gradients are reduced together, after the last layer's: the head's waits until then.
+            root_gradient = self.units.head.trained_numel * sharding.gathered_itemsize
+        previous = self.units.head
         for number in reversed(range(len(self.order))):
             unit, figures = self.layers[self.order[number]][2], self._figures(number)
             kept -= self._kept_of(number)
             own = self._own_backward(number, figures)
             alive = 1 + (sharding.prefetched_units if number else 0)
-            unreduced = self._unreduced(unit) * (1 + sharding.pending_reductions)
+            unreduced = self._unreduced(unit, previous)
+            previous = unit
             if sharding.flat_gradients:
                 # the pieces are in the layer's own backward; then one tensor is made of them
-                unreduced, own = 0, max(own, round(figures.boundary_nbytes + 2 * self._unreduced(unit)))
+                unreduced, own = 0, max(own, round(figures.boundary_nbytes + 2 * self._whole_gradients(unit)))
             in_layer = 0 if earlier else figures.gradients_at_peak_nbytes * (0 if sharding.splits_gradients else 1)
             one = self._instant(
                 "backward of a layer",
-                gradients=before + done + in_layer,
+                gradients=before + done + in_layer + tied,
                 activations=kept + base + retained + own - (in_layer if not sharding.splits_gradients else 0),
                 logits=self.head.held_nbytes if self.head is not None else 0,
-                communication=root + self._gathered_layer(unit, alive) + unreduced + root_gradient,
+                communication=root
+                + self._gathered_layer(unit, alive, sharding.copied_in_backward)
+                + unreduced
+                + root_gradient,
             )
             if best is None or one.total_nbytes > best.total_nbytes:
                 best = one
@@ -376,11 +389,14 @@ class _Step:
             result.append(self._later_micro_batch(root))
         embedding = self.units.embedding
         if embedding.trained_numel:
-            dense = embedding.trained_numel * resolved.style.compute
+            # Of a tied head's gradient, which is a view, and the embedding's the sum is a third tensor
+            # (tape/core.py); of a head in chunks it is a sum already, and the embedding's is added to it in place.
+            thirds = 2 if tied and resolved.loss != "chunked" else 1
+            dense = embedding.trained_numel * resolved.style.compute * thirds
             result.append(
                 self._instant(
                     "backward of the embeddings",
-                    gradients=before + done,
+                    gradients=before + done + tied,
                     activations=base + retained,
                     temporaries=dense,
                     communication=root + root_gradient,
@@ -393,7 +409,8 @@ class _Step:
         number = len(self.order) - 1
         unit, figures = self.layers[self.order[number]][2], self._figures(number)
         before = (self.kept - self._kept_of(number) + self._inputs()) // 2
-        own = max(self._own_backward(number, figures) // 2, round(figures.boundary_nbytes / 2 + 2 * self._unreduced(unit)))
+        made = round(figures.boundary_nbytes / 2 + 2 * self._whole_gradients(unit))
+        own = max(self._own_backward(number, figures) // 2, made)
         return self._instant(
             "later micro-batch",
             gradients=self._all_gradients(),
@@ -401,6 +418,14 @@ class _Step:
             logits=self.head.held_nbytes // 2 if self.head is not None else 0,
             communication=root + self._gathered_layer(unit, 1 + self.resolved.sharding.prefetched_units),
         )
+
+    def _tied_gradient(self) -> int:
+        """[Note: Tied] The gradient of a head that shares the embedding's weight waits in the engine's input buffer of
+        AccumulateGrad until the embedding's backward has run too (torch/csrc/autograd/engine.cpp): through the whole
+        backward of the layers, whole and in the dtype of the product, whoever takes it afterwards."""
+        if self.head is None or self.units.head.numel or not self.units.embedding.trained_numel:
+            return 0
+        return self.units.embedding.trained_numel * self.resolved.style.compute
 
     def _own_backward(self, number: int, figures: LayerFigures) -> int:
         if not self.checkpointed[number]:
@@ -417,17 +442,30 @@ class _Step:
             figures.recorded_nbytes + figures.output_nbytes,
         )
 
-    def _unreduced(self, unit: Unit) -> float:
-        """Gradients of one unit before they are reduced, beside what a rank keeps of them."""
+    def _whole_gradients(self, unit: Unit) -> float:
+        """A unit's gradients before they are reduced, in the dtype that they come in and in that of the reduction."""
         sharding = self.resolved.sharding
+        if sharding.kind not in ("fsdp1", "fsdp2") or sharding.ranks == 1:
+            return 0
         trained = unit.trained_numel + unit.adapter_numel
         if sharding.flat_gradients and trained:
             trained = unit.numel
-        if sharding.kind in ("fsdp1", "fsdp2") and sharding.ranks > 1:
-            full = trained * sharding.gathered_itemsize
-            wide = trained * sharding.reduce_itemsize if sharding.reduce_itemsize != sharding.gathered_itemsize else 0
-            return full + wide
-        return 0
+        wide = trained * sharding.reduce_itemsize if sharding.reduce_itemsize != sharding.gathered_itemsize else 0
+        return trained * sharding.gathered_itemsize + wide
+
+    def _unreduced(self, unit: Unit, previous: Unit) -> float:
+        """Gradients of one unit before they are reduced, beside what a rank keeps of them. previous: the unit whose
+        backward ran before. Formula `fsdp-reduction`."""
+        sharding = self.resolved.sharding
+        if sharding.kind not in ("fsdp1", "fsdp2") or sharding.ranks == 1:
+            return 0
+        if sharding.reduces_one_behind:
+            trained = unit.trained_numel + unit.adapter_numel
+            before = previous.trained_numel + previous.adapter_numel
+            if previous is self.units.head and not sharding.wrap_embeddings:
+                before = 0  # the root is reduced last
+            return trained * sharding.gathered_itemsize + before * sharding.reduce_itemsize
+        return self._whole_gradients(unit) * (1 + sharding.pending_reductions)
 
     def _reduction(self) -> Instant | None:
         sharding = self.resolved.sharding

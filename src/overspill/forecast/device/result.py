@@ -14,8 +14,8 @@ from pydantic import Field, PrivateAttr, computed_field, model_validator
 
 from overspill.catalog.accelerators import Accelerator
 from overspill.errors import OverspillError
-from overspill.forecast.device.core import Rank, forecast_ranks, run_of_rank
 from overspill.forecast.allocator_settings import AllocatorSettings
+from overspill.forecast.device.core import Rank, forecast_ranks, run_of_rank
 from overspill.forecast.device.overhead import Range, Shown, needed, probability_above, shown
 from overspill.forecast.device.phases import CATEGORIES, Instant
 from overspill.forecast.device.stream import step_events
@@ -179,7 +179,6 @@ def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, 
     if room is not None and card is not None:
         probability = probability_above(need, room)
         verdict, reason = _verdict(peak, need, room, job.device.headroom, probability, card, held)
-    units = rank.units
     made = DeviceForecast(
         model=name or job.model.path,
         family=shape.family,
@@ -228,7 +227,6 @@ def _refuse_long(job: Job, shape: ModelShape) -> None:
 
 
 def _trained(job: Job, rank: Rank) -> int:
-    units = rank.units
     split = rank.resolved.tensor
     return round(units.total(lambda unit: float(unit.trained_numel + unit.adapter_numel))) * (
         split if job.method.kind == "full" else 1

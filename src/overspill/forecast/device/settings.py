@@ -71,6 +71,8 @@ class Sharding:
     retains_inputs: bool = False
     pending_reductions: int = 0
     copied_units: int = 0
+    copied_in_backward: int = 0
+    reduces_one_behind: bool = False
     casts_shards: bool = False
     flat_gradients: bool = False
     accumulates_whole: bool = False
@@ -133,6 +135,7 @@ class Resolved:
     first_prompt: int = 0
     longest_first: bool = False
     holds_last_step: bool = False
+    compiled_loss: bool = False
     expert_ranks: int = 1
     assumed: tuple[Assumed, ...] = ()
     notes: tuple[str, ...] = field(default=())

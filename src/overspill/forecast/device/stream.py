@@ -199,6 +199,8 @@ class _Stream:
             converts_outputs=resolved.converts_outputs,
             chunks=resolved.loss_chunks,
             vocab_split=resolved.tensor if resolved.loss_parallel else 1,
+            holds=resolved.caller_holds_logits,
+            compiled=resolved.compiled_loss,
         )
         if not resolved.caller_holds_logits:
             held = None

@@ -65,8 +65,9 @@ def head_figures(
     converts_outputs: bool,
     chunks: int,
     vocab_split: int = 1,
+    compiled: bool = False,
 ) -> HeadFigures:
-    """Run the end of the model. vocab: rows of the head; vocab_split: ranks that share them.
+    """Run the end of the model. vocab: rows of the head; vocab_split: ranks that share them. compiled: the loss is.
 
     converts_outputs: the model's outputs are copied to fp32 when it returns (Accelerate with autocast).
     """
@@ -77,6 +78,7 @@ def head_figures(
     loss, held = run_head(
         tape, run, leaf, code=code, shift=shift, hidden=hidden, vocab=vocab, final_norm=final_norm, softcap=softcap,
         scaled=scaled, converts_outputs=converts_outputs, chunks=chunks, vocab_split=vocab_split,
+        holds=caller_holds_logits, compiled=compiled,
     )  # fmt: skip
     forward = memory.peak_nbytes
     forward_logits = memory.at_peak
@@ -115,8 +117,13 @@ def run_head(
     converts_outputs: bool,
     chunks: int,
     vocab_split: int = 1,
+    holds: bool = False,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(the loss, the logits that the model returns). The input is taken out of its box: nobody else keeps it."""
+    """(the loss, the logits that the model returns). The input is taken out of its box: nobody else keeps it.
+
+    holds: the caller keeps the logits.
+    """
     shape = LinearShape("head", hidden, vocab)
     layer = Layer(
         tape=tape, style=run.style, tokens=run.tokens, seq_len=run.seq_len, trained=run.trained, targeted=run.targeted,
@@ -127,24 +134,22 @@ def run_head(
     h = parts.enter(layer, h)
     width = vocab // vocab_split
     if code == "fused_linear":
-        loss = _fused_linear(layer, h, width)
-        held: Tensor | None = h
-    else:
-        plain = _plain_head(layer)
-        logits = ops.linear(tape, ops.cast(tape, h, run.style.compute), plain, run.tokens * width)
-        if scaled:
-            logits = ops.scale(tape, logits)
-        if softcap:
-            logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
-        box = [logits]
-        del logits
-        loss, held = _loss(
-            tape, box, code, shift, chunks,
-            autocast=run.style.autocast, recomputes=run.style.compiled, seq_len=run.seq_len,
-        )  # fmt: skip
-        if converts_outputs and held is not None and held.itemsize != FP32:
-            held = tape.new(held.numel, FP32, Category.LOGITS)
-    del h
+        return _fused_linear(layer, h, width), h
+    if code == "chunked":
+        box = [h]
+        del h
+        return _chunked(layer, box, width, chunks, recomputes=compiled), None
+    plain = _plain_head(layer)
+    logits = ops.linear(tape, ops.cast(tape, h, run.style.compute), plain, run.tokens * width)
+    if scaled:
+        logits = ops.scale(tape, logits)
+    if softcap:
+        logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
+    box = [logits]
+    del logits
+    loss, held = _loss(tape, box, code, shift, chunks, run, holds=holds, compiled=compiled, split=vocab_split)
+    if converts_outputs and held is not None and held.itemsize != FP32:
+        held = tape.new(held.numel, FP32, Category.LOGITS)
     return loss, held
 
 
@@ -159,32 +164,38 @@ def _loss(
     code: LossCode,
     shift: LossCode,
     chunks: int,
+    run: Run,
     *,
-    autocast: bool,
-    recomputes: bool,
-    seq_len: int = 1 << 30,
+    holds: bool,
+    compiled: bool,
+    split: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss (a scalar), and the logits that the model returns. ``box`` holds the logits: they are taken out of it,
     so that nobody else keeps them."""
     if code == "in_place":
-        prepared, _frame, held = _prepared(tape, box, shift, seq_len)
+        prepared, _frame, held = _prepared(tape, box, shift, run.seq_len, holds=holds)
         return _over_itself(tape, prepared), held
     if code in ("vocab_parallel", "te_fused"):
         return _over_itself(tape, ops.cast(tape, box.pop(), FP32)), None
     if code == "split":
         logits = box.pop()
         return _split(tape, logits, chunks), logits
-    if code == "chunked":
+    if code == "upcast" and compiled:
         logits = box.pop()
-        return _chunked(tape, logits, chunks, recomputes=recomputes), None
-    prepared, _frame, held = _prepared(tape, box, code, seq_len)
-    if code == "native" and autocast:
+        held_back = logits if holds else None
+        return _compiled_cross_entropy(tape, logits, run.tokens), held_back
+    prepared, _frame, held = _prepared(tape, box, code, run.seq_len, holds=holds)
+    if code == "upcast" and split > 1:
+        return _loss_parallel(tape, prepared), held
+    if code == "native" and run.style.autocast:
         prepared = ops.cast(tape, prepared, FP32)
         _is_logits(prepared)
     return _cross_entropy(tape, prepared), held
 
 
-def _prepared(tape: Tape, box: list[Tensor], code: LossCode, seq_len: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _prepared(
+    tape: Tape, box: list[Tensor], code: LossCode, seq_len: int, *, holds: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(what the loss gets, what its caller's frame holds meanwhile, what the model returns)."""
     logits = box.pop()
     if code == "native":
@@ -196,6 +207,8 @@ def _prepared(tape: Tape, box: list[Tensor], code: LossCode, seq_len: int) -> tu
         return _copy(tape, wide, seq_len), wide, wide
     if code == "upcast_in_loss":
         return _copy(tape, wide, seq_len), wide, logits
+    if code == "upcast" and not holds:
+        return wide, wide, None
     return wide, wide, logits
 
 
@@ -238,29 +251,89 @@ def _cross_entropy(tape: Tape, logits: Tensor) -> Tensor:
     return tape.record((logits,), (log,), backward, tape.new(1, FP32))
 
 
-def _chunked(tape: Tape, logits: Tensor, chunks: int, *, recomputes: bool) -> Tensor:
-    """Each chunk upcast on its own; its log-probabilities stay until backward, unless a compiled loss recomputes them.
+def _chunked(layer: Layer, box: list[Tensor], vocab: int, chunks: int, *, recomputes: bool) -> Tensor:
+    """The head on ``chunks`` pieces of every sequence, then cross-entropy piece by piece (torchtune's
+    TransformerDecoder.chunked_output and CEWithChunkedOutputLoss, 0.3 to 0.6). Formula `chunked-loss`.
 
-    Backward runs every chunk's loss before the head's products, so that all chunks' gradients are there at once, each
-    in the place of logits that are freed with it.
+    Backward runs every piece's loss before the head's products, so that all pieces' gradients are there at once, each
+    in
+    the place of logits that are freed with it; then each product's gradient of the head is added to the ones before.
+    recomputes: the upcast and the loss are one compiled kernel, which keeps the logits and two numbers a row.
     """
-    numel, size, storage = logits.numel, logits.itemsize, logits.storage
-    part = numel // chunks
-    kept = []
-    for _ in range(chunks):
-        wide = tape.new(part, FP32, Category.LOGITS)
-        log = tape.new(part, FP32, Category.LOGITS)
-        if not recomputes:
-            kept.append(log)
-        del wide, log
+    tape, weight, h = layer.tape, _plain_head(layer), box.pop()
+    weight.keeps_grad = weight.trained  # summed over the pieces before anybody takes it
+    rows, sequences = layer.tokens // chunks, max(1, layer.tokens // layer.seq_len)
+    logits, waiting = [], list[Tensor]()
+    for index in range(chunks):
+        piece = _piece(tape, h, chunks, waiting, first=index == 0, copied=sequences > 1)
+        out = ops.linear(tape, ops.cast(tape, piece, layer.style.compute), weight, rows * vocab)
+        _is_logits(out)
+        logits.append(out)
+        del piece, out
+    del h
+    losses = []
+    for part in logits:
+        losses.append(_compiled_cross_entropy(tape, part, rows) if recomputes else _cross_entropy_of_upcast(tape, part))
+        del part
+    numel = len(losses)
+    return tape.record(losses, (), lambda tape, grad: [tape.new(1, FP32) for _ in range(numel)], tape.new(1, FP32))
+
+
+def _loss_parallel(tape: Tape, logits: Tensor) -> Tensor:
+    """Cross-entropy of logits split by columns (torch/distributed/tensor/parallel/loss.py): forward holds the shifted
+    logits beside their exponentials; backward a tensor of zeros, the exponentials, their sum, and its product."""
+    numel, size = logits.numel, logits.itemsize
+    shifted = tape.new(numel, size, Category.LOGITS)
+    exponentials = tape.new(numel, size, Category.LOGITS)
+    del exponentials
+    log = tape.new(numel, size, Category.LOGITS)
+    del shifted
 
     def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
-        wide = tape.new(part, FP32, Category.LOGITS)
-        narrow = tape.new(part, size, Category.LOGITS)
-        del wide, narrow
-        return (Tensor(storage, numel, size),)
+        target = tape.new(numel, size, Category.LOGITS)
+        exponentials = tape.new(numel, size, Category.LOGITS)
+        total = tape.new(numel, size, Category.LOGITS)
+        del exponentials
+        result = tape.new(numel, size, Category.LOGITS)
+        del target, total
+        return (result,)
 
-    return tape.record((logits,), (logits, *kept), backward, tape.new(1, FP32))
+    return tape.record((logits,), (log,), backward, tape.new(1, FP32))
+
+
+def _piece(tape: Tape, h: Tensor, chunks: int, waiting: list[Tensor], *, first: bool, copied: bool) -> Tensor:
+    """One of ``h.chunk(chunks, dim=1)``. Of several sequences it is no contiguous piece, and linear copies it. The
+    pieces' gradients wait for each other and are joined by a cat."""
+    numel, whole, size = h.numel // chunks, h.numel, h.itemsize
+    out = tape.new(numel, size) if copied else Tensor(h.storage, numel, size)
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor | None]:
+        waiting.append(Tensor(grad.storage, grad.numel, grad.itemsize))
+        if not first:
+            return (None,)
+        joined = tape.new(whole, size, Category.TEMPORARIES)
+        waiting.clear()
+        return (joined,)
+
+    return tape.record((h,), (), backward, out)
+
+
+def _cross_entropy_of_upcast(tape: Tape, logits: Tensor) -> Tensor:
+    wide = ops.cast(tape, logits, FP32)
+    _is_logits(wide)
+    return _cross_entropy(tape, wide)
+
+
+def _compiled_cross_entropy(tape: Tape, logits: Tensor, rows: int) -> Tensor:
+    """``cross_entropy(logits.float(), …)`` through torch.compile: it keeps the logits as they came and a row's maximum
+    and sum; backward writes the gradient in the logits' dtype in one kernel (inductor, torch 2.5 to 2.13)."""
+    numel, size = logits.numel, logits.itemsize
+    statistics = tape.new(2 * rows, FP32)
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        return (tape.new(numel, size, Category.LOGITS),)
+
+    return tape.record((logits,), (logits, statistics), backward, tape.new(1, FP32))
 
 
 def _split(tape: Tape, logits: Tensor, chunks: int) -> Tensor:

@@ -121,11 +121,12 @@ class Parameter:
     an optimizer in backward) and counted by who takes it.
     """
 
-    __slots__ = ("grad", "itemsize", "keeps_grad", "numel", "trained")
+    __slots__ = ("grad", "itemsize", "keeps_grad", "numel", "summed", "trained")
 
     def __init__(self, numel: int, itemsize: int, *, trained: bool, keeps_grad: bool = True) -> None:
         self.numel, self.itemsize, self.trained, self.keeps_grad = numel, itemsize, trained, keeps_grad
         self.grad: Tensor | None = None
+        self.summed = False
 
     @property
     def nbytes(self) -> int:
@@ -254,8 +255,16 @@ class Tape:
         return self.new(held.numel, max(held.itemsize, grad.itemsize), Category.TEMPORARIES)
 
     def _accumulate_parameter(self, parameter: Parameter, grad: Tensor) -> None:
-        if not parameter.keeps_grad or parameter.grad is not None:
-            return  # handed on, or added in place
+        if not parameter.keeps_grad:
+            return  # handed on
+        if parameter.grad is not None:
+            # The first came as a view (of the transposed product), which keeps its base: two owners, so the engine adds
+            # into a third tensor; what follows is added to that one in place (can_accumulate_inplace,
+            # input_buffer.cpp).
+            if not parameter.summed:
+                parameter.grad = self.new(parameter.numel, parameter.itemsize, Category.GRADIENTS)
+                parameter.summed = True
+            return
         storage = grad.storage
         if storage is not None and storage.owners == 1 and grad.itemsize == parameter.itemsize:
             storage.move_to(Category.GRADIENTS)

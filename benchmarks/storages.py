@@ -1,0 +1,187 @@
+"""Bytes that real modules have alive, read on the CPU: what tests/data/storages.toml was made with.
+
+The profiler reports every allocation and release; sizes are rounded up to 512 bytes as the caching allocator of CUDA
+does. (A TorchDispatchMode would change what it watches: under one, autograd adds gradients out of place.)
+Run `python benchmarks/storages.py torchtune` where torchtune (0.6.1), torchao (0.9.0) and torch (2.13.0) are installed,
+or `python benchmarks/storages.py fsdp2` with torch alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_ROUNDING_NBYTES = 512
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ROUNDING_NBYTES) * _ROUNDING_NBYTES
+
+
+def alive(phases: Iterable[tuple[str, Callable[[], object]]]) -> dict[str, tuple[int, int]]:
+    """Run the phases one after the other. For each: (highest, last) bytes alive, above those before the first."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        for name, run in phases:
+            with record_function(f"phase {name}"):
+                run()
+    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    spans = [(one.start_ns(), one.end_ns(), one.name()[6:]) for one in events if one.name().startswith("phase ")]
+    changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")
+    result: dict[str, tuple[int, int]] = {}
+    total = place = 0
+    for begin, end, name in sorted(spans):
+        highest = total
+        while place < len(changes) and changes[place][0] <= end:
+            moment, nbytes = changes[place]
+            place += 1
+            if moment >= begin or place > 1:
+                total += _rounded(nbytes) if nbytes > 0 else -_rounded(-nbytes)
+                highest = max(highest, total)
+        result[name] = (highest, total)
+    return result
+
+
+@contextmanager
+def bf16_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _step(model: torch.nn.Module, ids: torch.Tensor, loss_of: Any) -> dict[str, int]:
+    """Kept after the loss, the highest instants of forward and backward, and the gradients that stay."""
+    box: list[torch.Tensor] = []
+    seen = alive((("forward", lambda: box.append(loss_of(model, ids))), ("backward", lambda: box.pop().backward())))
+    return {"forward": seen["forward"][0], "kept": seen["forward"][1], "backward": seen["backward"][0],
+            "left": seen["backward"][1]}  # fmt: skip
+
+
+def torchtune() -> None:
+    """Llama 3.2's decoder of torchtune in small: tied embeddings; plain and chunked cross-entropy; LoRA and NF4."""
+    from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
+    from torchtune.modules.loss import CEWithChunkedOutputLoss
+    from torchtune.modules.peft import get_adapter_params, set_trainable_params
+
+    shape = {"vocab_size": 8192, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "embed_dim": 512,
+             "max_seq_len": 256, "intermediate_dim": 1024}  # fmt: skip
+    ids = torch.randint(0, 8192, (2, 256))
+
+    def plain(model: Any, ids: Any) -> Any:
+        logits = model(ids).reshape(-1, 8192)
+        loss = torch.nn.functional.cross_entropy(logits, ids.reshape(-1))
+        del logits
+        return loss
+
+    chunked = CEWithChunkedOutputLoss(num_output_chunks=8)
+
+    def in_chunks(model: Any, ids: Any) -> Any:
+        logits = model(ids)
+        loss = chunked(logits, ids)
+        del logits
+        return loss
+
+    for name, loss_of, chunks in (("plain", plain, 0), ("chunked", in_chunks, 8)):
+        with bf16_default():
+            model = llama3_2(**shape)
+        model.set_num_output_chunks(chunks) if chunks else None
+        print(f"[torchtune.full_{name}]", _step(model, ids, loss_of))
+    for quantised in (False, True):
+        with bf16_default():
+            model = lora_llama3_2(
+                ["q_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=16, lora_alpha=16,
+                quantize_base=quantised, **shape,
+            )  # fmt: skip
+        set_trainable_params(model, get_adapter_params(model))
+        model.set_num_output_chunks(8)
+        print(f"[torchtune.{'qlora' if quantised else 'lora'}_chunked]", _step(model, ids, in_chunks))
+
+
+class _Block(torch.nn.Module):
+    """Four square matrices with nothing between them that keeps much."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class _Stack(torch.nn.Module):
+    def __init__(self, width: int, layers: int, vocab: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocab, width)
+        self.layers = torch.nn.ModuleList(_Block(width) for _ in range(layers))
+        self.head = torch.nn.Linear(width, vocab, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).float().sum()
+
+
+def _fsdp_rank(rank: int, kind: str, port: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    width, layers, vocab = 512, 6, 1024
+    model = _Stack(width, layers, vocab)
+    if kind == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    else:
+        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        model = FullyShardedDataParallel(  # type: ignore[assignment]
+            model, auto_wrap_policy=ModuleWrapPolicy({_Block}), use_orig_params=True, device_id=torch.device("cpu"),
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        )  # fmt: skip
+    ids = torch.randint(0, vocab, (1, 8))
+    for _ in range(2):
+        box: list[torch.Tensor] = []
+        phases = (("forward", lambda: box.append(model(ids))), ("backward", lambda: box.pop().backward()))
+        if rank == 0:
+            seen = alive(phases)
+        else:
+            for _, run in phases:
+                run()
+        model.zero_grad()
+    if rank == 0:
+        unit, root = 4 * width * width, 2 * vocab * width
+        print(
+            f"[{kind}]", {"unit_numel": unit, "root_numel": root, "ranks": 2, **{k: list(v) for k, v in seen.items()}}
+        )
+    dist.destroy_process_group()
+
+
+def fsdp2() -> None:
+    """Two gloo ranks of a stack of equal units: what one rank has alive, activations being next to nothing."""
+    torch.multiprocessing.spawn(_fsdp_rank, ("fsdp2", 29531), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def fsdp1() -> None:
+    """As `fsdp2`, with FullyShardedDataParallel."""
+    torch.multiprocessing.spawn(_fsdp_rank, ("fsdp1", 29532), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    globals()[sys.argv[1]]()
