@@ -155,8 +155,8 @@ def _fsdp_rank(rank: int, kind: str, port: int) -> None:
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         )  # fmt: skip
     ids = torch.randint(0, vocab, (1, 8))
+    box: list[torch.Tensor] = []
     for _ in range(2):
-        box: list[torch.Tensor] = []
         phases = (("forward", lambda: box.append(model(ids))), ("backward", lambda: box.pop().backward()))
         if rank == 0:
             seen = alive(phases)

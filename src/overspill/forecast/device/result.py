@@ -228,7 +228,7 @@ def _refuse_long(job: Job, shape: ModelShape) -> None:
 
 def _trained(job: Job, rank: Rank) -> int:
     split = rank.resolved.tensor
-    return round(units.total(lambda unit: float(unit.trained_numel + unit.adapter_numel))) * (
+    return round(rank.units.total(lambda unit: float(unit.trained_numel + unit.adapter_numel))) * (
         split if job.method.kind == "full" else 1
     )
 

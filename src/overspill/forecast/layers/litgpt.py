@@ -51,7 +51,7 @@ def _facts(layer: Layer) -> LitGpt:
 
 
 def norm(layer: Layer, x: Tensor, name: str, kind: NormKind, width: int) -> Tensor:
-    """RMSNorm: x.float(); mean(x * x); x * rsqrt; times the weight, before or after the cast back. LayerNorm: torch's."""
+    """RMSNorm: x.float(); mean(x * x); x * rsqrt; times the weight, before or after the cast. LayerNorm: torch's."""
     if kind == "none":
         return x
     tape, code = layer.tape, _facts(layer)
