@@ -281,7 +281,7 @@ def _litgpt(draft: _Draft) -> None:
     full = method.kind == "full"
     prompt = method.kind if method.kind in ("adapter", "adapter_v2") else "none"
     code = LitGpt(
-        prompt=prompt,  # type: ignore[arg-type]
+        prompt=prompt,
         wide_norm_weight=version < (0, 2) or version >= (0, 4, 8),
         late_repeat=version >= (0, 5, 5),
         pads_in_place=version >= (0, 3, 1),
