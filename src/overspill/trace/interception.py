@@ -1,0 +1,116 @@
+"""Takes operators apart the way the traced device would, before PyTorch takes them apart for meta.
+
+[Note: A key above autograd] Meta tensors make PyTorch choose other ways than an accelerator: dropout with a mask of the
+input's dtype, attention with all S × S scores, no autocast at all (`torch.autocast("meta")` raises). All of that is
+decided before autograd, where a TorchDispatchMode sees nothing of it any more, and below functions, where a
+TorchFunctionMode sees calls from Python only. The dispatcher has a key for just this place: an autocast key of a
+device that this build does not have. Kernels registered for it run for the threads that switch it on, in forward
+and in backward, and for no one else; with it switched off the process is as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from overspill.trace.autocast import CASTS, Cast, CastCache, casting
+from overspill.trace.rules import AttentionKernel, DeviceRules
+
+__all__ = ["Interception", "active", "intercepting"]
+
+_KEY_NAME: Final = "AutocastIPU"
+_KEY: Final = getattr(torch._C.DispatchKey, _KEY_NAME)
+_KEY_SET: Final = torch._C.DispatchKeySet(_KEY)
+
+
+@dataclass
+class Interception:
+    """What one trace's intercepted operators need to know."""
+
+    rules: DeviceRules
+    attention: AttentionKernel
+    cache: CastCache = field(default_factory=CastCache)
+    on_product: Callable[[], None] = lambda: None
+    """Called before each matrix product: cuBLAS takes its workspace at the first."""
+
+
+_active: list[Interception] = []
+_libraries: list[torch.library.Library] = []
+
+
+def active() -> Interception:
+    """The trace that is running in this process."""
+    assert _active, "no trace is running"
+    return _active[-1]
+
+
+def _below() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(_KEY_SET)
+
+
+def _register() -> None:
+    """Once per process: kernels for the key; see [Note: A key above autograd]."""
+    if _libraries:
+        return
+    from overspill.trace import attention
+
+    fallback = torch.library.Library("_", "IMPL")
+    fallback.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+    library = torch.library.Library("aten", "IMPL")
+    for name, cast in CASTS.items():
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        if packet == "scaled_dot_product_attention":
+            continue
+        library.impl(name, _casting_kernel(operator, cast), _KEY_NAME)
+    library.impl("dropout", _dropout, _KEY_NAME)
+    library.impl("scaled_dot_product_attention", attention.scaled_dot_product_attention, _KEY_NAME)
+    _libraries.extend((fallback, library))
+
+
+_PRODUCTS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum", "mv", "addmv"})
+
+
+def _casting_kernel(operator: Any, cast: Cast) -> Callable[..., Any]:
+    product = operator._schema.name.removeprefix("aten::") in _PRODUCTS
+    rms_norm = operator._schema.name == "aten::rms_norm"
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        running = active()
+        with _below():
+            if product:
+                running.on_product()
+            if torch.is_autocast_enabled("cpu"):
+                args, kwargs = casting(operator, cast, args, kwargs, running.cache)
+            if rms_norm and running.rules.fused_rms_norm:
+                return torch.ops.aten._fused_rms_norm.default(*args, **kwargs)[0]
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    with _below():
+        if active().rules.fused_dropout and train and 0 < p < 1 and input.numel():
+            return torch.ops.aten.native_dropout.default(input, p, train)[0]
+        return torch.ops.aten.dropout.default(input, p, train)
+
+
+@contextmanager
+def intercepting(interception: Interception) -> Iterator[Interception]:
+    """Switches the interception on in this thread, and for the backwards that it starts."""
+    _register()
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY_NAME)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY_NAME, False)
+    _active.append(interception)
+    try:
+        with torch._C._IncludeDispatchKeyGuard(_KEY):
+            yield interception
+    finally:
+        _active.pop()
+        interception.cache.clear()
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY_NAME, excluded)

@@ -1,0 +1,212 @@
+"""From a trace of a few layers to that of the whole depth, event by event, with no number estimated.
+
+A model of one kind of layer in a pattern is traced with PERIODS periods. The middle period's events are repeated for
+the periods that were left out, at their place in each forward and each backward. Every block keeps its role: what a
+period frees of its neighbour's, its copy frees of the copy's neighbour; what is freed outside of the layers (gradients
+in zero_grad, cast weights at autocast's end) is freed for the copies too. So the peak of each phase point is the full
+depth's own, wherever it moves to. Periods that are not alike raise `Irregular`, and the caller traces every layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from overspill.forecast.events import Kind
+from overspill.trace.layers import PERIODS, Repetition
+from overspill.trace.recorder import Mark, Record, Segment
+
+__all__ = ["Irregular", "spliced"]
+
+_MIDDLE = PERIODS // 2
+_INNER = range(1, PERIODS - 1)
+
+
+class Irregular(Exception):
+    """The traced periods differ from each other, so the others cannot be told from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Birth:
+    """Where a block of the layers was allocated: pass, period and the how-manieth of them there."""
+
+    visit: int
+    period: int
+    ordinal: int
+
+
+def spliced(
+    records: list[Record], marks: dict[int, Mark], number: int, name: str, repetition: Repetition
+) -> tuple[list[Record], dict[int, Mark]]:
+    """Records and marks with list ``number`` (called ``name``) brought to full depth. Inputs stay as they are."""
+    if repetition.copies == 0:
+        return records, marks
+    return _Splice(records, marks, number, name, repetition).run()
+
+
+class _Splice:
+    def __init__(
+        self, records: list[Record], marks: dict[int, Mark], number: int, name: str, repetition: Repetition
+    ) -> None:
+        self.records, self.marks = records, dict(marks)
+        self.number, self.name, self.repetition = number, name, repetition
+        self.births: dict[int, _Birth] = {}
+        self.families: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for record in records:
+            period = self.period(record.segment)
+            if period is not None and record.kind is Kind.MALLOC:
+                family = self.families[record.segment.visit, period]
+                self.births[record.block] = _Birth(record.segment.visit, period, len(family))
+                family.append(record.block)
+        self.copied: dict[tuple[int, int], int] = {}
+        self._next = max(self.marks, default=-1) + 1
+
+    def period(self, segment: Segment) -> int | None:
+        """The period in which a segment lies; None outside of the list and in layers before or after the pattern."""
+        if segment.layers != self.number or segment.layer < self.repetition.first:
+            return None
+        period = (segment.layer - self.repetition.first) // self.repetition.period
+        return period if period < PERIODS else None
+
+    def run(self) -> tuple[list[Record], dict[int, Mark]]:
+        runs = self.check()
+        result: list[Record] = []
+        for index, record in enumerate(self.records):
+            start = runs.get(index)
+            if start is not None and start[1]:  # a backward: later periods come first
+                for copy in range(self.repetition.copies, 0, -1):
+                    self.repeat(start[0], copy, result)
+            self.original(record, result)
+            if start is None and (end := self.ends.get(index)) is not None:
+                for copy in range(1, self.repetition.copies + 1):
+                    self.repeat(end, copy, result)
+            elif start is not None and not start[1] and self.ends.get(index) is not None:
+                for copy in range(1, self.repetition.copies + 1):
+                    self.repeat(self.ends[index], copy, result)
+        return result, self.marks
+
+    # ---- are the periods alike? ----
+
+    def check(self) -> dict[int, tuple[list[Record], bool]]:
+        """Start index of the middle period's run in each pass, with its records and whether the pass is a backward."""
+        by_visit: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for index, record in enumerate(self.records):
+            period = self.period(record.segment)
+            if period is not None:
+                by_visit[record.segment.visit][period].append(index)
+        starts: dict[int, tuple[list[Record], bool]] = {}
+        self.ends: dict[int, list[Record]] = {}
+        for visit, periods in by_visit.items():
+            if any(not periods[p] for p in range(PERIODS)):
+                raise Irregular(f"pass {visit} does not visit every period of {self.name}")
+            for indices in periods.values():
+                if indices[-1] - indices[0] != len(indices) - 1:
+                    raise Irregular(f"pass {visit} goes back and forth between layers of {self.name}")
+            for other in _INNER:
+                if not _alike(
+                    self.signature(visit, periods[other], other), self.signature(visit, periods[_MIDDLE], _MIDDLE)
+                ):
+                    raise Irregular(f"layers of {self.name} take different memory in pass {visit}")
+            middle = periods[_MIDDLE]
+            backward = periods[0][0] > middle[0]
+            run = [self.records[i] for i in middle]
+            if backward:
+                starts[middle[0]] = (run, True)
+            else:
+                self.ends[middle[-1]] = run
+        return starts
+
+    def signature(self, visit: int, indices: list[int], period: int) -> list[tuple[object, int]]:
+        """A period's events with every block named relative to the period; the ordinal apart, see `_alike`."""
+        found: list[tuple[object, int]] = []
+        for index in indices:
+            record = self.records[index]
+            birth = self.births.get(record.block)
+            if birth is None:
+                raise Irregular(f"a layer of {self.name} frees what was allocated outside of the layers")
+            ordinal = birth.ordinal if birth.period in _INNER else -1
+            mark = self.marks[record.block]
+            layer = (record.segment.layer - self.repetition.first) % self.repetition.period
+            place = (birth.visit - visit, birth.period - period)
+            found.append(((record.kind, place, mark.nbytes, mark.category, layer), ordinal))
+        return found
+
+    # ---- writing ----
+
+    def original(self, record: Record, result: list[Record]) -> None:
+        """A traced record at its place in the full depth."""
+        copies, step = self.repetition.copies, self.repetition.period
+        segment = record.segment
+        period = self.period(segment)
+        moved = 0
+        if segment.layers == self.number and segment.layer >= self.repetition.first:
+            moved = copies * step if period is None or period > _MIDDLE else 0
+        birth = self.births.get(record.block)
+        block = record.block
+        if record.kind is Kind.FREE and birth is not None:
+            if period in _INNER and birth.period in _INNER:
+                assert period is not None
+                place = (period if period <= _MIDDLE else period + copies) + birth.period - period
+                block = self.at(birth, place)
+            elif period != birth.period and birth.period == _MIDDLE:
+                result.append(self.shifted(record, block, moved))
+                for copy in range(1, copies + 1):
+                    result.append(self.shifted(record, self.at(birth, _MIDDLE + copy), moved))
+                return
+        if record.kind is Kind.MALLOC and moved:
+            self.rename(block, moved)
+        result.append(self.shifted(record, block, moved))
+
+    def repeat(self, run: list[Record], copy: int, result: list[Record]) -> None:
+        """The middle period's records for one inserted period."""
+        step = self.repetition.period
+        for record in run:
+            birth = self.births[record.block]
+            block = self.at(birth, birth.period + copy)
+            result.append(self.shifted(record, block, copy * step))
+
+    def at(self, birth: _Birth, place: int) -> int:
+        """The block of the same role in the period at ``place`` of the full depth."""
+        copies = self.repetition.copies
+        if place <= _MIDDLE:
+            return self.families[birth.visit, place][birth.ordinal]
+        if place > _MIDDLE + copies:
+            return self.families[birth.visit, place - copies][birth.ordinal]
+        source = self.families[birth.visit, _MIDDLE][birth.ordinal]
+        found = self.copied.get((source, place))
+        if found is None:
+            found = self.copied[source, place] = self._next
+            self._next += 1
+            mark = self.marks[source]
+            self.marks[found] = replace(mark)
+            self.rename(found, (place - _MIDDLE) * self.repetition.period)
+        return found
+
+    def shifted(self, record: Record, block: int, layers: int) -> Record:
+        if not layers:
+            return record if block == record.block else replace(record, block=block)
+        segment = replace(record.segment, layer=record.segment.layer + layers)
+        return Record(record.kind, block, _renumbered(record.phase, self.name, layers), segment)
+
+    def rename(self, block: int, layers: int) -> None:
+        mark = self.marks[block]
+        self.marks[block] = replace(
+            mark,
+            module=_renumbered(mark.module, self.name, layers),
+            label=_renumbered(mark.label, self.name, layers),
+        )
+
+
+def _alike(some: list[tuple[object, int]], others: list[tuple[object, int]]) -> bool:
+    """Equal, but for ordinals in the first and the last period: those may allocate in another order (-1)."""
+    return len(some) == len(others) and all(
+        a == b and (m == n or -1 in (m, n)) for (a, m), (b, n) in zip(some, others, strict=True)
+    )
+
+
+def _renumbered(text: str, name: str, layers: int) -> str:
+    """``… name.7 …`` with 7 + layers."""
+    return re.sub(
+        rf"(\b{re.escape(name)}\.)(\d+)\b", lambda found: f"{found[1]}{int(found[2]) + layers}", text, count=1
+    )
