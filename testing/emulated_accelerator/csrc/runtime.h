@@ -113,6 +113,7 @@ struct Settings {
   std::atomic<bool> launch_blocking{false};
   std::atomic<bool> poison_freed{false};
   std::atomic<bool> poison_fresh{false};
+  std::atomic<bool> fused_attention{false};
 };
 inline Settings settings;
 
