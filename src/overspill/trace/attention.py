@@ -1,15 +1,15 @@
 """Attention on meta: what each kernel keeps and takes, without its arithmetic.
 
-`scaled_dot_product_attention` stands in for torch's operator while a trace runs, whoever calls it. For Hugging Face
-models `attention_registered` adds an attention function and a mask function under one name, so that no mask is made
-(making one asks tensors for values, which meta tensors do not have) unless the kernel takes one.
+`scaled_dot_product_attention` stands in for torch's operator while a trace runs, whoever calls it: models built with
+"sdpa" need nothing else. For kernels that take no mask (flash, flex) `attention_registered` adds an attention function
+and a mask function that returns None to transformers, under the name that it returns.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
 
@@ -17,7 +17,7 @@ import torch
 
 from overspill.trace.rules import AttentionFootprint, AttentionKernel
 
-__all__ = ["HF_NAME", "attention_registered", "masks_without_values", "scaled_dot_product_attention"]
+__all__ = ["HF_NAME", "attention_registered", "scaled_dot_product_attention", "without_values"]
 
 HF_NAME: Final = "overspill_traced"
 
@@ -154,11 +154,23 @@ def attention_registered() -> str:
 
 
 @contextmanager
-def masks_without_values() -> Iterator[None]:
-    """transformers looks whether positions start anew (packed sequences), which needs values: here they do not."""
-    masking = sys.modules.get("transformers.masking_utils")
-    if masking is None:
-        yield
-        return
-    with mock.patch.object(masking, "find_packed_sequence_indices", lambda *_, **__: None):
+def without_values(*, padded: bool) -> Iterator[None]:
+    """Answers what transformers asks of tensors' values, which meta tensors do not have.
+
+    Whether positions start anew within a row (packed sequences): no. Whether a 2-D mask is all ones, so that no 4-D
+    mask is needed: it is, unless the batch is said to be ``padded``. Whether the grouped product of experts takes a
+    dtype: for meta torch knows it in bf16; for others transformers' own loop of products has the same footprint.
+    """
+    masking, experts = (sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "integrations.moe"))
+    with ExitStack() as stack:
+        if masking is not None:
+            stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_, **__: None))
+            stack.enter_context(mock.patch.object(masking, "fast_all", lambda _: not padded))
+        if experts is not None:
+            can_use = experts._can_use_grouped_mm
+
+            def bf16_only(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+                return weight.dtype is torch.bfloat16 and bool(can_use(input, weight, offs))
+
+            stack.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", bf16_only))
         yield

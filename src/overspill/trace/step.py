@@ -21,7 +21,7 @@ from torch import nn
 from overspill.forecast.allocator import Replay, replay
 from overspill.forecast.allocator_settings import AllocatorSettings
 from overspill.forecast.events import Category, Event, Kind, Peak, highest, peaks_by_phase
-from overspill.trace.attention import masks_without_values
+from overspill.trace.attention import without_values
 from overspill.trace.autocast import one_autocast_for_all_devices
 from overspill.trace.interception import Interception, intercepting
 from overspill.trace.layers import Follower, Layers, Repetition, find_layers, pruned, repetition
@@ -66,7 +66,8 @@ class TraceOptions:
 
     ``optimizer``: makes an optimizer, or a footprint of one (trace/optimizers.py), from the trained parameters.
     ``autocast``: the dtype of mixed precision; None is none. ``outputs_fp32``: the model's 16-bit outputs are cast to
-    fp32, as accelerate does under mixed precision. ``every_layer``: trace the whole depth, splice nothing.
+    fp32, as accelerate does under mixed precision. ``every_layer``: trace the whole depth, splice nothing. ``padded``: 2-D
+    masks have zeros in them.
     ``evaluation``: batches of an evaluation at the end; ``accumulate_logits`` keeps their logits, as the Trainer does
     with ``compute_metrics``.
     """
@@ -82,6 +83,7 @@ class TraceOptions:
     evaluation: tuple[Batch, ...] = ()
     accumulate_logits: bool = False
     every_layer: bool = False
+    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,7 @@ class _Run:
                 running = Interception(options.rules, options.attention, on_product=self._product)
                 stack.enter_context(one_autocast_for_all_devices(running.cache))
                 stack.enter_context(_foreach_as_on_the_device(options.rules))
-                stack.enter_context(masks_without_values())
+                stack.enter_context(without_values(padded=options.padded))
                 stack.enter_context(intercepting(running))
                 stack.enter_context(recorder)
                 optimizer = options.optimizer(trained)

@@ -1,0 +1,55 @@
+"""LoRA as peft writes it, in a few lines, so that tests need no peft: for tests of memory and training."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["LoraLinear", "add_lora"]
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and two trained factors beside it: base(x) + B(A(dropout(x))) * scaling.
+
+    The adapter's weights may be of another dtype; x is cast to it, as peft's `LoraLayer` does.
+    """
+
+    def __init__(self, base: nn.Module, rank: int, dropout: float, dtype: torch.dtype, features: tuple[int, int]) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        inputs, outputs = features
+        device = next(base.parameters()).device
+        self.lora_A = nn.Linear(inputs, rank, bias=False, dtype=dtype, device=device)
+        self.lora_B = nn.Linear(rank, outputs, bias=False, dtype=dtype, device=device)
+        nn.init.zeros_(self.lora_B.weight)
+        self.scaling = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base_layer(x)
+        kind = result.dtype
+        inner = self.lora_dropout(x.to(self.lora_A.weight.dtype))
+        return (result + self.lora_B(self.lora_A(inner)) * self.scaling).to(kind)
+
+
+def add_lora(
+    model: nn.Module, *, rank: int = 8, dropout: float = 0.0, dtype: torch.dtype = torch.float32, inputs_need_grad: bool = False
+) -> nn.Module:
+    """Freezes the model and puts an adapter on every projection inside its layers; the head and embeddings have none.
+
+    inputs_need_grad: as `enable_input_require_grads`, which reentrant checkpointing of a frozen model needs.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        parent, _, leaf = name.rpartition(".")
+        inside = any(part.isdigit() for part in name.split("."))
+        if not inside or not isinstance(module, nn.Linear | Conv1D):
+            continue
+        rows, columns = module.weight.shape
+        features = (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
+        setattr(model.get_submodule(parent), leaf, LoraLinear(module, rank, dropout, dtype, features))
+    if inputs_need_grad:
+        model.enable_input_require_grads()
+    return model
