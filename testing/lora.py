@@ -45,10 +45,14 @@ def add_lora(
     for name, module in list(model.named_modules()):
         parent, _, leaf = name.rpartition(".")
         inside = any(part.isdigit() for part in name.split("."))
-        if not inside or not isinstance(module, nn.Linear | Conv1D):
+        if not inside:
             continue
-        rows, columns = module.weight.shape
-        features = (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
+        if isinstance(module, Conv1D):
+            features = (module.weight.shape[0], module.weight.shape[1])
+        elif hasattr(module, "in_features") and hasattr(module, "out_features"):  # linear, quantised or not
+            features = (module.in_features, module.out_features)
+        else:
+            continue
         setattr(model.get_submodule(parent), leaf, LoraLinear(module, rank, dropout, dtype, features))
     if inputs_need_grad:
         model.enable_input_require_grads()
