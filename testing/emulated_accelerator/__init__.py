@@ -40,7 +40,6 @@ __all__ = [
     "reset",
     "set_capacity",
     "set_compute_delay",
-    "set_fused_attention",
     "set_launch_blocking",
     "set_link",
     "stats",
@@ -149,7 +148,6 @@ def reset() -> None:
     extension.set_capacity(DEFAULT_CAPACITY_NBYTES)
     extension.poison_freed(False)
     extension.poison_fresh(False)
-    extension.set_fused_attention(False)
     extension.record_operations(False)
     extension.take_operations()
     extension.forget_error()
@@ -185,14 +183,6 @@ def poison_freed(on: bool) -> None:
 def poison_fresh(on: bool) -> None:
     """Whether new memory is filled with NaN, so that a read of memory never written shows."""
     _loaded().poison_fresh(on)
-
-
-def set_fused_attention(on: bool) -> None:
-    """Whether attention without mask and dropout is one kernel with a fused kernel's footprint, grouped heads too.
-
-    Off, it goes the CPU's way, which for grouped heads makes all scores. Results are equal within rounding.
-    """
-    _loaded().set_fused_attention(on)
 
 
 def delay_copies(direction: Direction, seconds: float) -> None:

@@ -15,14 +15,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from overspill.errors import OverspillError
 from overspill.forecast.events import Category, Kind
 
-__all__ = ["Mark", "Record", "Recorder", "Segment"]
+__all__ = ["Mark", "Record", "Recorder", "Segment", "for_each_tensor"]
+
+_ITEM: Final = torch.ops.aten._local_scalar_dense.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Recorder(TorchDispatchMode):
         self.phase = ""
         self.module = ""
         self.segment = Segment(0)
+        self.values_do_not_matter = False
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._aliases: dict[Any, bool] = {}
         self._silent: set[int] = set()
@@ -79,6 +83,8 @@ class Recorder(TorchDispatchMode):
     # ---- what happens ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ITEM and args[0].device.type == "meta":
+            return self._value(args[0])
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self._see(result, func)
@@ -95,6 +101,21 @@ class Recorder(TorchDispatchMode):
                 if isinstance(value, torch.Tensor):
                     self._see(value, None)
         return result
+
+    def _value(self, tensor: torch.Tensor) -> bool | int | float:
+        """[Note: Values that are asked for] An optimizer's scalars (a norm, a step size) decide no size: any will do.
+
+        In a model they may well (a mask that is made or not, experts that get tokens or not), so there it is an error.
+        """
+        if not self.values_do_not_matter:
+            raise OverspillError(
+                "OVS208",
+                f"The model asks for the value of a tensor (in {self.module or 'its forward'}), which has none in a trace.",
+                next_step="Trace a model whose sizes do not depend on values, or replace that module by a footprint.",
+            )
+        if tensor.dtype is torch.bool:
+            return True
+        return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _see(self, tensor: torch.Tensor, func: Any) -> None:
         if tensor.device.type != self.device_type:

@@ -297,6 +297,7 @@ class _Run:
                     recorder.mark(parameter.grad, Category.GRADIENTS, name)
             del loss, inputs
         self._ghost_gradients()
+        recorder.values_do_not_matter = True
         if self.options.max_grad_norm is not None:
             follower.outside("clip")
             torch.nn.utils.clip_grad_norm_(trained, self.options.max_grad_norm)
@@ -304,6 +305,7 @@ class _Run:
         optimizer.step()
         for state in optimizer.state.values():
             for_each_tensor(state, lambda tensor: recorder.mark(tensor, Category.OPTIMIZER))
+        recorder.values_do_not_matter = False
         follower.outside("zero_grad")
         optimizer.zero_grad(set_to_none=self.options.zero_grad_to_none)
 

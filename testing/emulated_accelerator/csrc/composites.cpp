@@ -35,9 +35,6 @@ at::Tensor attention(
     return at::native::scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
   }
-  if (settings.fused_attention && !mask && dropout_p == 0 && query.dim() == 4) {
-    return fused_attention(query, key, value, is_causal, scale);
-  }
   // The CPU's own choice, by what it sees of the operands (never their data).
   std::vector<BlockPtr> unread;
   const auto seen = [&](const at::Tensor& tensor) {

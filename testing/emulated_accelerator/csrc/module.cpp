@@ -91,7 +91,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_launch_blocking", [](bool on) { settings.launch_blocking = on; });
   m.def("poison_freed", [](bool on) { settings.poison_freed = on; });
   m.def("poison_fresh", [](bool on) { settings.poison_fresh = on; });
-  m.def("set_fused_attention", [](bool on) { settings.fused_attention = on; });
   m.def("register_host_memory", [](uintptr_t address, size_t nbytes) {
     pinned_memory().add(reinterpret_cast<void*>(address), nbytes);
   });

@@ -113,7 +113,6 @@ struct Settings {
   std::atomic<bool> launch_blocking{false};
   std::atomic<bool> poison_freed{false};
   std::atomic<bool> poison_fresh{false};
-  std::atomic<bool> fused_attention{false};
 };
 inline Settings settings;
 

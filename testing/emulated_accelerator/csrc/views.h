@@ -24,11 +24,6 @@ void resize_storage(const c10::Storage& storage, size_t nbytes);
 // Set while PyTorch's CPU fallback runs: what it copies is part of a computation and takes no time on the link.
 inline thread_local bool inside_cpu_fallback = false;
 
-// Attention in one kernel (fused_attention.cpp), for operands without a mask and without dropout.
-at::Tensor fused_attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, bool is_causal,
-    std::optional<double> scale);
-
 void install();             // allocators and hooks (device.cpp)
 void prefer_cpu_kernels();  // (compute.cpp)
 
