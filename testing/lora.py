@@ -14,7 +14,9 @@ class LoraLinear(nn.Module):
     The adapter's weights may be of another dtype; x is cast to it, as peft's `LoraLayer` does.
     """
 
-    def __init__(self, base: nn.Module, rank: int, dropout: float, dtype: torch.dtype, features: tuple[int, int]) -> None:
+    def __init__(
+        self, base: nn.Module, rank: int, dropout: float, dtype: torch.dtype, features: tuple[int, int]
+    ) -> None:
         super().__init__()
         self.base_layer = base
         self.lora_dropout = nn.Dropout(dropout) if dropout else nn.Identity()
@@ -33,7 +35,12 @@ class LoraLinear(nn.Module):
 
 
 def add_lora(
-    model: nn.Module, *, rank: int = 8, dropout: float = 0.0, dtype: torch.dtype = torch.float32, inputs_need_grad: bool = False
+    model: nn.Module,
+    *,
+    rank: int = 8,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    inputs_need_grad: bool = False,
 ) -> nn.Module:
     """Freezes the model and puts an adapter on every projection inside its layers; the head and embeddings have none.
 

@@ -28,7 +28,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
         _COMMON
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
     ),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", _COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", _COMMON | {"head_dim": 16, "sliding_window": 16}),

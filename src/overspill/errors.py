@@ -97,8 +97,8 @@ CODES: Final[dict[str, ErrorCode]] = {
     ),
     "OVS208": ErrorCode(
         "the model cannot be traced",
-        "Its forward asks for values of tensors, or uses a kernel that does not run without data; a trace has shapes only.",
-        "Build the model with attention that a trace knows, or register a footprint for the module that the message names.",
+        "Its forward asks for values of tensors; a trace has their shapes only.",
+        "Build it with attention that a trace knows, or register a footprint for the module that is named.",
     ),
     # 3xx: memory
     "OVS301": ErrorCode(

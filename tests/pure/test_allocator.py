@@ -173,7 +173,8 @@ def test_divisions_may_differ_by_size() -> None:
 
 def test_a_configuration_is_read_as_torch_reads_it() -> None:
     found = AllocatorSettings.parse(
-        "expandable_segments:True, max_split_size_mb:128,garbage_collection_threshold:0.8,pinned_num_register_threads:4",
+        "expandable_segments:True, max_split_size_mb:128,garbage_collection_threshold:0.8,"
+        "pinned_num_register_threads:4",
         capacity_nbytes=GiB,
     )
     assert found == AllocatorSettings(
@@ -187,8 +188,16 @@ def test_a_configuration_is_read_as_torch_reads_it() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["max_split_size_mb:20", "expandable_segments:yes", "garbage_collection_threshold:1.5", "nonsense:1", "backend"]
-    + ["backend:cudaMallocAsync", "roundup_power2_divisions:3", "roundup_power2_divisions:[3:2]"],
+    [
+        "max_split_size_mb:20",
+        "expandable_segments:yes",
+        "garbage_collection_threshold:1.5",
+        "nonsense:1",
+        "backend",
+        "backend:cudaMallocAsync",
+        "roundup_power2_divisions:3",
+        "roundup_power2_divisions:[3:2]",
+    ],
 )
 def test_a_configuration_that_is_not_understood_is_refused(text: str) -> None:
     with pytest.raises(OverspillError):

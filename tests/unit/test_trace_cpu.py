@@ -44,18 +44,17 @@ def compare(build_model: Any, *, attention: Any = AttentionKernel.SDPA, foreach:
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_a_llama_takes_what_the_trace_says_to_the_byte(dtype: Any, checkpointing: str, lora: bool) -> None:
-    compare(lambda: build("llama", dtype=dtype, checkpointing=checkpointing, lora=lora), foreach=dtype is torch.bfloat16)
+    compare(
+        lambda: build("llama", dtype=dtype, checkpointing=checkpointing, lora=lora), foreach=dtype is torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "opt", "phi3", "qwen3", "olmo2"])
 def test_other_families_do_too(family: str) -> None:
-    names = {
-        "gpt2": {"vocab_size": 2048},
-        "opt": {"vocab_size": 2048},
-        "gpt_neox": {k: v for k, v in SHAPE.items()},
-    }
-    changes = names.get(family, SHAPE | {"num_key_value_heads": 4})
-    compare(lambda: small_model(family, layers=3, **changes, **_without_dropout(family)))
+    shape = {"vocab_size": 2048} if family in ("gpt2", "opt") else SHAPE
+    if family in ("phi3", "qwen3", "olmo2"):
+        shape = shape | {"num_key_value_heads": 4}
+    compare(lambda: small_model(family, layers=3, **shape, **_without_dropout(family)))
 
 
 def _without_dropout(family: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from typing import Final, NamedTuple
 
 __all__ = ["GRANULE_NBYTES", "BlockMisuse", "Category", "Event", "Kind", "Peak", "peaks_by_phase", "rounded_nbytes"]
@@ -29,7 +29,7 @@ class Kind(IntEnum):
     FREE_COMPLETED = 3
 
 
-class Category(str, Enum):
+class Category(StrEnum):
     """What a block is for. A block has one category for its whole life: the most lasting use that was made of it."""
 
     WEIGHTS = "weights"

@@ -26,7 +26,7 @@ class _Fused(torch.autograd.Function):
     """A kernel that keeps q, k, v, the output and a logsumexp, as `footprint` says."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -50,7 +50,7 @@ class _Fused(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         query, key, value, _output, _logsumexp, *_ = ctx.saved_tensors
         footprint: AttentionFootprint = ctx.footprint
         batch, heads, queries, width = query.shape
@@ -97,9 +97,10 @@ def scaled_dot_product_attention(
                 attn_mask = running.cache.cast(attn_mask, dtype)
         if kernel in (AttentionKernel.MATH, AttentionKernel.EAGER):
             running.on_product()
-            return torch.ops.aten.scaled_dot_product_attention.default(
+            plain: torch.Tensor = torch.ops.aten.scaled_dot_product_attention.default(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+            return plain
         footprint = {AttentionKernel.FLEX: rules.flex}.get(kernel, rules.flash)
         if kernel is AttentionKernel.SDPA:
             flash = attn_mask is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256

@@ -138,7 +138,7 @@ def one_autocast_for_all_devices(cache: CastCache) -> Iterator[None]:
     def device(name: str) -> str:
         return "cpu" if name in ("meta", "cuda") else name
 
-    class Autocast(real_autocast):
+    class Autocast(real_autocast):  # type: ignore[valid-type,misc]
         def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
             super().__init__(device(device_type), *args, **kwargs)
 

@@ -58,17 +58,22 @@ def _register() -> None:
         return
     from overspill.trace import attention
 
-    fallback = torch.library.Library("_", "IMPL")
-    fallback.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
-    library = torch.library.Library("aten", "IMPL")
+    fallback = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    fallback.fallback(torch.library.fallthrough_kernel, _KEY_NAME)  # type: ignore[no-untyped-call]
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    kernels: dict[str, Callable[..., Any]] = {
+        "dropout": _dropout,
+        "rms_norm": _rms_norm,
+        "scaled_dot_product_attention": attention.scaled_dot_product_attention,
+    }
     for name, cast in CASTS.items():
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        if packet == "scaled_dot_product_attention":
+        if name in kernels:
             continue
-        library.impl(name, _casting_kernel(operator, cast), _KEY_NAME)
-    library.impl("dropout", _dropout, _KEY_NAME)
-    library.impl("scaled_dot_product_attention", attention.scaled_dot_product_attention, _KEY_NAME)
+        kernels[name] = _casting_kernel(operator, cast)
+    for name, kernel in kernels.items():
+        library.impl(name, kernel, _KEY_NAME)  # type: ignore[no-untyped-call]
     _libraries.extend((fallback, library))
 
 
@@ -77,7 +82,6 @@ _PRODUCTS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "matmul", "linear
 
 def _casting_kernel(operator: Any, cast: Cast) -> Callable[..., Any]:
     product = operator._schema.name.removeprefix("aten::") in _PRODUCTS
-    rms_norm = operator._schema.name == "aten::rms_norm"
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         running = active()
@@ -86,18 +90,29 @@ def _casting_kernel(operator: Any, cast: Cast) -> Callable[..., Any]:
                 running.on_product()
             if torch.is_autocast_enabled("cpu"):
                 args, kwargs = casting(operator, cast, args, kwargs, running.cache)
-            if rms_norm and running.rules.fused_rms_norm:
-                return torch.ops.aten._fused_rms_norm.default(*args, **kwargs)[0]
             return operator(*args, **kwargs)
 
     return kernel
 
 
-def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:
     with _below():
         if active().rules.fused_dropout and train and 0 < p < 1 and input.numel():
             return torch.ops.aten.native_dropout.default(input, p, train)[0]
         return torch.ops.aten.dropout.default(input, p, train)
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> Any:
+    running = active()
+    with _below():
+        if torch.is_autocast_enabled("cpu"):
+            input = running.cache.cast(input, torch.float32)
+            weight = None if weight is None else running.cache.cast(weight, torch.float32)
+        if running.rules.fused_rms_norm:
+            return torch.ops.aten._fused_rms_norm.default(input, normalized_shape, weight, eps)[0]
+        return torch.ops.aten.rms_norm.default(input, normalized_shape, weight, eps)
 
 
 @contextmanager

@@ -71,7 +71,9 @@ def kind(module: nn.Module) -> tuple[Any, ...]:
         plain = tuple(
             (key, value)
             for key, value in sorted(vars(inner).items())
-            if not key.startswith("_") and key not in ("layer_idx", "layer_id") and isinstance(value, bool | int | float | str | None)
+            if not key.startswith("_")
+            and key not in ("layer_idx", "layer_id")
+            and isinstance(value, bool | int | float | str | None)
         )
         facts.append((name, type(inner), plain))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -124,10 +126,11 @@ class Follower:
         self._backward = False
         self._named = {module: name for name, module in model.named_modules()}
         self._place: dict[nn.Module, tuple[int, int]] = {}
+        self._last: dict[int, int] = {}
         for number, found in enumerate(layers):
-            here = [m for m in model.get_submodule(found.name).children()]
+            here = list(model.get_submodule(found.name).children())
             self._place.update({module: (number, at) for at, module in enumerate(here)})
-            self._last = getattr(self, "_last", {}) | {number: len(here) - 1}
+            self._last[number] = len(here) - 1
         self._names = [found.name for found in layers]
         self._ended: tuple[int, int] | None = None
         self._inside = 0
@@ -212,7 +215,7 @@ class Follower:
         """Puts the hook of [Note: Where a layer's backward begins] on the first input that has a graph."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.requires_grad and value.is_floating_point():
-                value.register_hook(lambda _: self._begin_backward(place))
+                value.register_hook(lambda _: self._begin_backward(place))  # type: ignore[no-untyped-call]
                 self._ended = None
                 return
 

@@ -63,11 +63,11 @@ class Mark:
     """Of adopted blocks and gradients: the parameter's name."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records events of one device's storages ("meta", or another for checks). Used as a context, also repeatedly."""
 
     def __init__(self, device_type: str = "meta") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.records: list[Record] = []
         self.marks: dict[int, Mark] = {}
@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
         if not self.values_do_not_matter:
             raise OverspillError(
                 "OVS208",
-                f"The model asks for the value of a tensor (in {self.module or 'its forward'}), which has none in a trace.",
+                f"The model asks for a tensor's value (in {self.module or 'its forward'}); a trace has shapes only.",
                 next_step="Trace a model whose sizes do not depend on values, or replace that module by a footprint.",
             )
         if tensor.dtype is torch.bool:
@@ -204,6 +204,16 @@ class Recorder(TorchDispatchMode):
     def next_block(self) -> int:
         return self._next
 
+    @contextmanager
+    def while_loading(self, nbytes: int) -> Iterator[None]:
+        """A block that exists while something is loaded (a weight before it is quantised)."""
+        block = self._next
+        self._next += 1
+        self.marks[block] = Mark(nbytes, Category.TEMPORARIES, "", 0)
+        self.records.append(Record(Kind.MALLOC, block, "load", Segment(-1)))
+        yield
+        self.records.append(Record(Kind.FREE, block, "load", Segment(-1)))
+
     def footprint(self, nbytes: int, category: Category) -> None:
         """Records a block that lives to the end (a workspace)."""
         block = self._next
@@ -213,8 +223,8 @@ class Recorder(TorchDispatchMode):
 
     def at_start(self) -> list[Record]:
         """All records, those of adopted storages first."""
-        before = [r for r in self.records if r.kind is Kind.MALLOC and r.segment.visit < 0]
-        return before + [r for r in self.records if not (r.kind is Kind.MALLOC and r.segment.visit < 0)]
+        before = [r for r in self.records if r.segment.visit < 0]
+        return before + [r for r in self.records if r.segment.visit >= 0]
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ for checks against real runs (tests/device, tests/unit/test_trace_cpu.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from overspill.forecast.events import GRANULE_NBYTES
@@ -17,7 +17,7 @@ from overspill.units import KiB, MiB
 __all__ = ["CPU", "CUDA", "CUDA_HOPPER", "EMULATED", "AttentionFootprint", "AttentionKernel", "DeviceRules"]
 
 
-class AttentionKernel(str, Enum):
+class AttentionKernel(StrEnum):
     """Which kernel computes attention; each keeps and takes something else ([Note: Attention footprints])."""
 
     FLASH = "flash"

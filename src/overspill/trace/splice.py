@@ -59,8 +59,19 @@ class _Splice:
                 family = self.families[record.segment.visit, period]
                 self.births[record.block] = _Birth(record.segment.visit, period, len(family))
                 family.append(record.block)
+        self.descending = self._descending()
         self.copied: dict[tuple[int, int], int] = {}
         self._next = max(self.marks, default=-1) + 1
+
+    def _descending(self) -> set[int]:
+        """Passes in which blocks of later periods are freed before those of earlier ones, outside of the layers."""
+        first: dict[tuple[int, int], int] = {}
+        for index, record in enumerate(self.records):
+            birth = self.births.get(record.block)
+            if record.kind is Kind.FREE and birth is not None and self.period(record.segment) is None:
+                first.setdefault((record.segment.visit, birth.period), index)
+        last = len(self.records)
+        return {visit for visit, _ in first if first.get((visit, _MIDDLE + 1), last) < first.get((visit, _MIDDLE), -1)}
 
     def period(self, segment: Segment) -> int | None:
         """The period in which a segment lies; None outside of the list and in layers before or after the pattern."""
@@ -70,33 +81,40 @@ class _Splice:
         return period if period < PERIODS else None
 
     def run(self) -> tuple[list[Record], dict[int, Mark]]:
-        runs = self.check()
+        starts, ends = self.check()
         result: list[Record] = []
+        together: list[Record] = []
         for index, record in enumerate(self.records):
-            start = runs.get(index)
-            if start is not None and start[1]:  # a backward: later periods come first
+            if self.frees_middle_from_elsewhere(record):
+                together.append(record)
+                continue
+            self.free_everywhere(together, result)
+            start = starts.get(index)
+            if start is not None:  # of a backward: later periods come first
                 for copy in range(self.repetition.copies, 0, -1):
-                    self.repeat(start[0], copy, result)
+                    self.repeat(start, copy, result)
             self.original(record, result)
-            if start is None and (end := self.ends.get(index)) is not None:
+            end = ends.get(index)
+            if end is not None:
                 for copy in range(1, self.repetition.copies + 1):
                     self.repeat(end, copy, result)
-            elif start is not None and not start[1] and self.ends.get(index) is not None:
-                for copy in range(1, self.repetition.copies + 1):
-                    self.repeat(self.ends[index], copy, result)
+        self.free_everywhere(together, result)
         return result, self.marks
 
     # ---- are the periods alike? ----
 
-    def check(self) -> dict[int, tuple[list[Record], bool]]:
-        """Start index of the middle period's run in each pass, with its records and whether the pass is a backward."""
+    def check(self) -> tuple[dict[int, list[Record]], dict[int, list[Record]]]:
+        """The middle period's records in each pass: by the index of their start in backwards, of their end in forwards.
+
+        Raises Irregular when periods differ.
+        """
         by_visit: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for index, record in enumerate(self.records):
             period = self.period(record.segment)
             if period is not None:
                 by_visit[record.segment.visit][period].append(index)
-        starts: dict[int, tuple[list[Record], bool]] = {}
-        self.ends: dict[int, list[Record]] = {}
+        starts: dict[int, list[Record]] = {}
+        ends: dict[int, list[Record]] = {}
         for visit, periods in by_visit.items():
             if any(not periods[p] for p in range(PERIODS)):
                 raise Irregular(f"pass {visit} does not visit every period of {self.name}")
@@ -112,10 +130,10 @@ class _Splice:
             backward = periods[0][0] > middle[0]
             run = [self.records[i] for i in middle]
             if backward:
-                starts[middle[0]] = (run, True)
+                starts[middle[0]] = run
             else:
-                self.ends[middle[-1]] = run
-        return starts
+                ends[middle[-1]] = run
+        return starts, ends
 
     def signature(self, visit: int, indices: list[int], period: int) -> list[tuple[object, int]]:
         """A period's events with every block named relative to the period; the ordinal apart, see `_alike`."""
@@ -136,27 +154,47 @@ class _Splice:
 
     def original(self, record: Record, result: list[Record]) -> None:
         """A traced record at its place in the full depth."""
-        copies, step = self.repetition.copies, self.repetition.period
-        segment = record.segment
-        period = self.period(segment)
-        moved = 0
-        if segment.layers == self.number and segment.layer >= self.repetition.first:
-            moved = copies * step if period is None or period > _MIDDLE else 0
+        copies = self.repetition.copies
+        period = self.period(record.segment)
+        moved = self.moved(record)
         birth = self.births.get(record.block)
         block = record.block
-        if record.kind is Kind.FREE and birth is not None:
-            if period in _INNER and birth.period in _INNER:
-                assert period is not None
-                place = (period if period <= _MIDDLE else period + copies) + birth.period - period
-                block = self.at(birth, place)
-            elif period != birth.period and birth.period == _MIDDLE:
-                result.append(self.shifted(record, block, moved))
-                for copy in range(1, copies + 1):
-                    result.append(self.shifted(record, self.at(birth, _MIDDLE + copy), moved))
-                return
+        if record.kind is Kind.FREE and birth is not None and period in _INNER and birth.period in _INNER:
+            assert period is not None
+            place = (period if period <= _MIDDLE else period + copies) + birth.period - period
+            block = self.at(birth, place)
         if record.kind is Kind.MALLOC and moved:
             self.rename(block, moved)
         result.append(self.shifted(record, block, moved))
+
+    def frees_middle_from_elsewhere(self, record: Record) -> bool:
+        """Whether a block of the middle period is freed outside of the three periods that are alike."""
+        birth = self.births.get(record.block)
+        return (
+            record.kind is Kind.FREE
+            and birth is not None
+            and birth.period == _MIDDLE
+            and self.period(record.segment) not in _INNER
+        )
+
+    def free_everywhere(self, together: list[Record], result: list[Record]) -> None:
+        """Frees a run of the middle period's blocks and the same of each inserted period, in the order of the pass."""
+        if not together:
+            return
+        order = range(self.repetition.copies + 1)
+        for copy in reversed(order) if together[0].segment.visit in self.descending else order:
+            for record in together:
+                result.append(
+                    self.shifted(record, self.at(self.births[record.block], _MIDDLE + copy), self.moved(record))
+                )
+        together.clear()
+
+    def moved(self, record: Record) -> int:
+        """By how many layers a traced record's own layer moves in the full depth."""
+        segment, period = record.segment, self.period(record.segment)
+        if segment.layers != self.number or segment.layer < self.repetition.first:
+            return 0
+        return self.repetition.copies * self.repetition.period if period is None or period > _MIDDLE else 0
 
     def repeat(self, run: list[Record], copy: int, result: list[Record]) -> None:
         """The middle period's records for one inserted period."""

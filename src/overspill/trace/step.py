@@ -25,7 +25,7 @@ from overspill.trace.attention import without_values
 from overspill.trace.autocast import one_autocast_for_all_devices
 from overspill.trace.interception import Interception, intercepting
 from overspill.trace.layers import Follower, Layers, Repetition, find_layers, pruned, repetition
-from overspill.trace.recorder import Mark, Record, Recorder, for_each_tensor
+from overspill.trace.recorder import Mark, Recorder, for_each_tensor
 from overspill.trace.rules import CUDA, AttentionKernel, DeviceRules
 from overspill.trace.splice import Irregular, spliced
 
@@ -66,8 +66,8 @@ class TraceOptions:
 
     ``optimizer``: makes an optimizer, or a footprint of one (trace/optimizers.py), from the trained parameters.
     ``autocast``: the dtype of mixed precision; None is none. ``outputs_fp32``: the model's 16-bit outputs are cast to
-    fp32, as accelerate does under mixed precision. ``every_layer``: trace the whole depth, splice nothing. ``padded``: 2-D
-    masks have zeros in them.
+    fp32, as accelerate does under mixed precision. ``every_layer``: trace the whole depth, splice nothing.
+    ``padded``: 2-D masks have zeros in them.
     ``evaluation``: batches of an evaluation at the end; ``accumulate_logits`` keeps their logits, as the Trainer does
     with ``compute_metrics``.
     """
@@ -204,7 +204,8 @@ def _traced(
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find: Any = getattr(model, "get_output_embeddings", None)
+    head = None if find is None else find()
     weight = getattr(head, "weight", None)
     return int(weight.shape[0]) if isinstance(weight, torch.Tensor) else None
 
@@ -231,8 +232,7 @@ class _Run:
 
     def all_steps(self, steps: Sequence[Sequence[Batch]]) -> None:
         options, recorder = self.options, self.recorder
-        for name, tensor in (*self.parameters.items(), *self.model.named_buffers()):
-            recorder.adopt(tensor, Category.WEIGHTS, name)
+        self._load()
         trained = [p for p in self.parameters.values() if p.requires_grad]
         collecting = gc.isenabled()
         gc.collect()
@@ -256,6 +256,15 @@ class _Run:
         finally:
             if collecting:
                 gc.enable()
+
+    def _load(self) -> None:
+        """Weights come one module after the other; one that is quantised on the device is there whole for a moment."""
+        for prefix, module in self.model.named_modules():
+            whole = getattr(module, "loaded_nbytes", 0)
+            with self.recorder.while_loading(whole) if whole else nullcontext():
+                own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+                for name, tensor in own:
+                    self.recorder.adopt(tensor, Category.WEIGHTS, f"{prefix}.{name}" if prefix else name)
 
     def _product(self) -> None:
         """cuBLAS takes a workspace at a thread's first product."""
@@ -386,7 +395,5 @@ def _foreach_as_on_the_device(rules: DeviceRules) -> Iterator[None]:
     devices = torch.utils._foreach_utils._get_foreach_kernels_supported_devices() + (["meta"] if rules.foreach else [])
     with ExitStack() as stack:
         for module in (torch.utils._foreach_utils, importlib.import_module("torch.optim.optimizer")):
-            stack.enter_context(
-                mock.patch.object(module, "_get_foreach_kernels_supported_devices", lambda: devices)
-            )
+            stack.enter_context(mock.patch.object(module, "_get_foreach_kernels_supported_devices", lambda: devices))
         yield

@@ -16,9 +16,9 @@ from torch import nn
 from overspill.trace.interception import active
 
 __all__ = [
+    "LigerRMSNorm",
     "Linear4bit",
     "Linear8bit",
-    "LigerRMSNorm",
     "fused_cross_entropy_loss",
     "fused_linear_loss",
     "quantised",
@@ -52,12 +52,12 @@ class _Dequantised(torch.autograd.Function):
     """x @ W' + bias with W made from its code for the product, in forward and again in backward; x is not kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, module: Linear4bit) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, module: Linear4bit) -> torch.Tensor:
         ctx.module, ctx.dtype = module, x.dtype
         return torch.nn.functional.linear(x, module.dequantise(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return torch.matmul(gradient, ctx.module.dequantise(gradient.dtype)), None, None
 
 
@@ -75,10 +75,11 @@ class Linear4bit(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype, self.weight_dtype = compute_dtype, linear.weight.dtype
+        self.loaded_nbytes = linear.weight.nbytes
         device = linear.weight.device
         numel = linear.weight.numel()
         self.blocks = -(-numel // self.BLOCK_NUMEL)
-        self.double = double
+        self.nested = double
         packed = torch.empty(((numel + 1) // 2, 1), dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(packed, requires_grad=False)
         scales = torch.uint8 if double else torch.float32
@@ -93,7 +94,7 @@ class Linear4bit(nn.Module):
 
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight in the dtype it had, cast to ``dtype``; scales are dequantised first."""
-        scales = self.weight.new_empty(self.blocks, dtype=torch.float32) if self.double else None
+        scales = self.weight.new_empty(self.blocks, dtype=torch.float32) if self.nested else None
         weight = self.weight.new_empty((self.out_features, self.in_features), dtype=self.weight_dtype)
         del scales
         return weight.to(dtype)
@@ -107,7 +108,7 @@ class Linear4bit(nn.Module):
 
 class _Int8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, module: Linear8bit) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, module: Linear8bit) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         half = rows.to(torch.float16)
         codes, scales = half.new_empty(half.shape, dtype=torch.int8), half.new_empty(half.shape[0], dtype=torch.float32)
@@ -119,7 +120,7 @@ class _Int8Product(torch.autograd.Function):
         return result.reshape(*x.shape[:-1], module.out_features)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         module: Linear8bit = ctx.module
         rows = gradient.reshape(-1, gradient.shape[-1]).contiguous()
         weight = module.weight.new_empty(module.weight.shape, dtype=ctx.dtype)
@@ -136,6 +137,7 @@ class Linear8bit(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.loaded_nbytes = linear.weight.nbytes
         device = linear.weight.device
         codes = torch.empty((self.out_features, self.in_features), dtype=torch.int8, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
@@ -171,14 +173,14 @@ def quantised(
 
 class _LigerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, multiprocessors: int) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, multiprocessors: int) -> torch.Tensor:
         rows = x.numel() // x.shape[-1]
         ctx.save_for_backward(x, weight, x.new_empty(rows, dtype=torch.float32))
         ctx.multiprocessors = multiprocessors
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
         partial = x.new_empty((ctx.multiprocessors, x.shape[-1]), dtype=torch.float32)
         return gradient.view_as(x), partial.sum(0).to(weight.dtype), None
@@ -202,12 +204,12 @@ class LigerRMSNorm(nn.Module):
 
 class _SiluMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         return torch.empty_like(gate)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         gate, up = ctx.saved_tensors
         return gate.view_as(gate), up.view_as(up)
 
@@ -236,7 +238,7 @@ LIGER: Final[dict[str, Callable[[nn.Module], nn.Module]]] = {
 
 class _FusedLinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, chunk_rows: int | None) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, chunk_rows: int | None) -> torch.Tensor:
         rows, width = hidden.shape
         vocabulary = weight.shape[0]
         if chunk_rows is None:
@@ -256,7 +258,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         d_hidden, d_weight = ctx.saved_tensors
         return d_hidden.mul_(gradient), None if d_weight is None else d_weight.mul_(gradient), None
 
@@ -280,12 +282,12 @@ def fused_linear_loss(model: Any, batch: dict[str, torch.Tensor], *, chunk_rows:
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(logits.detach())
         return logits.new_zeros(logits.shape[0], dtype=torch.float32).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (logits,) = ctx.saved_tensors
         return logits.mul_(gradient)
 
