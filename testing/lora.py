@@ -41,8 +41,9 @@ def add_lora(
     dropout: float = 0.0,
     dtype: torch.dtype = torch.float32,
     inputs_need_grad: bool = False,
+    targets: tuple[str, ...] = (),
 ) -> nn.Module:
-    """Freezes the model and puts an adapter on every projection inside its layers; the head and embeddings have none.
+    """Freezes the model and puts an adapter on projections inside its layers: all, or those named in ``targets``.
 
     inputs_need_grad: as `enable_input_require_grads`, which reentrant checkpointing of a frozen model needs.
     """
@@ -52,7 +53,7 @@ def add_lora(
     for name, module in list(model.named_modules()):
         parent, _, leaf = name.rpartition(".")
         inside = any(part.isdigit() for part in name.split("."))
-        if not inside:
+        if not inside or (targets and leaf not in targets):
             continue
         if isinstance(module, Conv1D):
             features = (module.weight.shape[0], module.weight.shape[1])

@@ -80,21 +80,21 @@ def test_attention_on_meta_makes_all_scores_and_the_traces_does_not() -> None:
 
 def test_kernels_differ_in_what_they_keep_and_take() -> None:
     peaks: dict[str, int] = {}
-    accumulator_nbytes = 256 * 4 * 32 * 4  # dq in fp32, heads of 16 padded to 32
+    accumulator_nbytes = 256 * 4 * 32 * 4  # dq in fp32: 192 rows padded to 256, heads of 16 to 32
     for kernel in AttentionKernel:
         name = {"eager": "eager", "flash": attention_registered(), "flex": attention_registered()}.get(kernel, "sdpa")
 
         def build(name: str = name) -> Any:
             return small_model("llama", layers=2, attention=name, dtype=torch.bfloat16, vocab_size=64)
 
-        found = trace_step(build, [[language_batch(1, 256)]], TraceOptions(rules=NO_WORKSPACE, attention=kernel))
+        found = trace_step(build, [[language_batch(1, 192)]], TraceOptions(rules=NO_WORKSPACE, attention=kernel))
         assert (accumulator_nbytes in sizes(found)) is (kernel in ("flash", "sdpa")), (
             "flash-2's backward adds dq in fp32"
         )
         peaks[kernel.value] = max(p.nbytes for p in found.peaks if "forward" in p.phase or "backward" in p.phase)
     assert peaks["flash"] == peaks["sdpa"], "torch takes flash where it can"
     assert peaks["sdpa"] < peaks["math"] < peaks["eager"] * 2
-    assert min(peaks["math"], peaks["eager"]) > peaks["sdpa"] + 4 * 256 * 256 * 2
+    assert min(peaks["math"], peaks["eager"]) > peaks["sdpa"] + 4 * 192 * 192 * 2
 
 
 @pytest.mark.parametrize(

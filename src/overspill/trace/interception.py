@@ -102,6 +102,21 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:
         return torch.ops.aten.dropout.default(input, p, train)
 
 
+class _RmsNorm(torch.autograd.Function):
+    """aten::_fused_rms_norm, which meta takes apart: keeps its input and a fp32 value for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dimensions: int) -> torch.Tensor:
+        rows = input.shape[: input.dim() - dimensions]
+        ctx.save_for_backward(input, weight, input.new_empty(rows, dtype=torch.float32))
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), None if weight is None else torch.empty_like(weight), None
+
+
 def _rms_norm(
     input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
@@ -111,7 +126,7 @@ def _rms_norm(
             input = running.cache.cast(input, torch.float32)
             weight = None if weight is None else running.cache.cast(weight, torch.float32)
         if running.rules.fused_rms_norm:
-            return torch.ops.aten._fused_rms_norm.default(input, normalized_shape, weight, eps)[0]
+            return _RmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
         return torch.ops.aten.rms_norm.default(input, normalized_shape, weight, eps)
 
 
