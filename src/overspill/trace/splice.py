@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from overspill.forecast.events import Kind
 from overspill.trace.layers import PERIODS, Repetition
@@ -216,15 +217,15 @@ class _Splice:
         if found is None:
             found = self.copied[source, place] = self._next
             self._next += 1
-            mark = self.marks[source]
-            self.marks[found] = replace(mark)
+            self.marks[found] = self.marks[source]
             self.rename(found, (place - _MIDDLE) * self.repetition.period)
         return found
 
     def shifted(self, record: Record, block: int, layers: int) -> Record:
         if not layers:
-            return record if block == record.block else replace(record, block=block)
-        segment = replace(record.segment, layer=record.segment.layer + layers)
+            return record if block == record.block else Record(record.kind, block, record.phase, record.segment)
+        old = record.segment
+        segment = Segment(old.visit, old.layers, old.layer + layers)
         return Record(record.kind, block, _renumbered(record.phase, self.name, layers), segment)
 
     def rename(self, block: int, layers: int) -> None:
@@ -243,6 +244,7 @@ def _alike(some: list[tuple[object, int]], others: list[tuple[object, int]]) -> 
     )
 
 
+@lru_cache(maxsize=1 << 16)
 def _renumbered(text: str, name: str, layers: int) -> str:
     """``… name.7 …`` with 7 + layers."""
     return re.sub(
