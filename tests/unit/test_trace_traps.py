@@ -34,6 +34,7 @@ from overspill.trace.autocast import CASTS, CastCache, one_autocast_for_all_devi
 from overspill.trace.interception import Interception, intercepting  # noqa: E402
 from overspill.trace.recorder import Recorder, Segment  # noqa: E402
 from overspill.units import MiB  # noqa: E402
+from testing.lora import add_lora  # noqa: E402
 from testing.small_models import small_model  # noqa: E402
 
 NO_WORKSPACE = DeviceRules(workspace_nbytes=0)
@@ -286,6 +287,41 @@ def test_a_storage_that_is_resized_is_freed_and_allocated() -> None:
     assert sizes == [400, 400, 1600, 1600]
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_activations_are_what_autograd_saves(lora: bool) -> None:
+    """Categories come from lifetimes (alive when backward begins); autograd's own account is held against them."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    saved: set[int] = set()
+    recorders: list[Recorder] = []
+
+    def loss(model: Any, batch: Any) -> Any:
+        (recorder,) = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
+        recorders.append(recorder)
+
+        def pack(tensor: Any) -> Any:
+            if recorder.is_known(tensor):
+                saved.add(recorder._known[tensor.untyped_storage()._cdata][0])
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return model(**batch).loss
+
+    def build() -> Any:
+        model = small_model("llama", layers=3, dtype=torch.bfloat16)
+        return add_lora(model) if lora else model
+
+    trace_step(build, [[language_batch(2, 32)]], TraceOptions(loss=loss))
+    marks = recorders[0].marks
+    kept = {block for block, mark in marks.items() if mark.category is Category.ACTIVATIONS}
+    allowed = {Category.ACTIVATIONS, Category.WEIGHTS, Category.INPUTS}
+    assert saved
+    assert {marks[block].category for block in saved} <= allowed
+    alive_for_others = kept - saved
+    nbytes = sum(marks[block].nbytes for block in alive_for_others)
+    assert nbytes <= 0.02 * sum(marks[block].nbytes for block in kept), [marks[block] for block in alive_for_others]
+
+
 # ---- the device's rules ----
 
 
@@ -307,6 +343,21 @@ def test_torchs_rms_norm_is_one_kernel_on_an_accelerator() -> None:
 
     fused, taken_apart = of_function(forward, batch), of_function(forward, batch, rules=CPU)
     assert fused.phase("forward").nbytes < taken_apart.phase("forward").nbytes
+
+
+def test_softmax_of_fp16_makes_no_copy_in_fp32_on_an_accelerator() -> None:
+    batch = {"x": TensorSpec((1000, 100), torch.float16)}
+
+    def forward(weight: Any, x: Any) -> Any:
+        return nn.functional.softmax(x * weight.half(), -1, dtype=torch.float32).sum()
+
+    def count(**options: Any) -> int:
+        found = of_function(forward, batch, **options)
+        made = [e for e in found.events if e.kind is Kind.MALLOC and e.phase == "forward"]
+        return sum(e.nbytes == 1000 * 100 * 4 for e in made)
+
+    assert count() == 1
+    assert count(rules=CPU) == 2
 
 
 def test_sizes_are_rounded_to_512_bytes() -> None:

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-__all__ = ["CASTS", "Cast", "CastCache", "casting", "one_autocast_for_all_devices"]
+__all__ = ["CASTS", "ELIGIBLE", "Cast", "CastCache", "casting", "one_autocast_for_all_devices"]
 
 
 class Cast(Enum):
@@ -50,7 +50,8 @@ CASTS: Final[dict[str, Cast]] = {
     **dict.fromkeys(_FP32_RESULT.split(), Cast.FP32_RESULT),
     **dict.fromkeys(_WIDEST.split(), Cast.WIDEST),
 }
-_ELIGIBLE: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
+#: Dtypes that autocast casts.
+ELIGIBLE: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 class CastCache:
@@ -63,7 +64,7 @@ class CastCache:
         self._casts.clear()
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if tensor.dtype not in _ELIGIBLE or tensor.dtype is dtype:
+        if tensor.dtype not in ELIGIBLE or tensor.dtype is dtype:
             return tensor
         cached = (
             dtype is torch.get_autocast_dtype("cpu")
@@ -87,7 +88,7 @@ def casting(
     """The arguments that autocast gives to the operator."""
     if cast is Cast.FP32_RESULT:
         first = args[0]
-        if first.dtype not in _ELIGIBLE:
+        if first.dtype not in ELIGIBLE:
             return args, kwargs
         names = [argument.name for argument in operator._schema.arguments]
         at = names.index("dtype")
@@ -100,7 +101,7 @@ def casting(
     if cast is Cast.LOW:
         dtype = torch.get_autocast_dtype("cpu")
     elif cast is Cast.WIDEST:
-        found = {t.dtype for t in _tensors((*args, *kwargs.values())) if t.dtype in _ELIGIBLE}
+        found = {t.dtype for t in _tensors((*args, *kwargs.values())) if t.dtype in ELIGIBLE}
         if torch.float32 not in found:
             return args, kwargs
     return (

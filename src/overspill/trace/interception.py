@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from overspill.trace.autocast import CASTS, Cast, CastCache, casting
+from overspill.trace.autocast import CASTS, ELIGIBLE, Cast, CastCache, casting
 from overspill.trace.rules import AttentionKernel, DeviceRules
 
 __all__ = ["Interception", "active", "intercepting"]
@@ -64,6 +64,8 @@ def _register() -> None:
     kernels: dict[str, Callable[..., Any]] = {
         "dropout": _dropout,
         "rms_norm": _rms_norm,
+        "softmax.int": _softmax_kernel(torch.ops.aten.softmax.int, torch.ops.aten._softmax.default),
+        "log_softmax.int": _softmax_kernel(torch.ops.aten.log_softmax.int, torch.ops.aten._log_softmax.default),
         "scaled_dot_product_attention": attention.scaled_dot_product_attention,
     }
     for name, cast in CASTS.items():
@@ -91,6 +93,18 @@ def _casting_kernel(operator: Any, cast: Cast) -> Callable[..., Any]:
             if torch.is_autocast_enabled("cpu"):
                 args, kwargs = casting(operator, cast, args, kwargs, running.cache)
             return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _softmax_kernel(operator: Any, from_half: Any) -> Callable[..., Any]:
+    def kernel(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        with _below():
+            if dtype is None and torch.is_autocast_enabled("cpu") and input.dtype in ELIGIBLE:
+                dtype = torch.float32
+            if active().rules.softmax_from_half and input.dtype is torch.float16 and dtype is torch.float32:
+                return from_half(input, dim, True)
+            return operator(input, dim, dtype)
 
     return kernel
 

@@ -63,6 +63,7 @@ class DeviceRules:
     ``fused_dropout``: dropout keeps a mask of one byte per element (native_dropout) instead of a tensor of the
     input's dtype (is_fused_kernel_acceptable of aten/src/ATen/native/Dropout.cpp).
     ``fused_rms_norm``: torch's rms_norm is one kernel that keeps its input and one value a row.
+    ``softmax_from_half``: softmax of fp16 with a fp32 result makes no fp32 copy first (…/native/SoftMax.cpp).
     ``foreach``: optimizers and clipping take lists of tensors at once unless told otherwise (torch/utils/
     _foreach_utils.py lists the devices).
     ``workspace_nbytes``: cuBLAS takes one per handle and stream from the allocator at its first product, and the
@@ -72,6 +73,7 @@ class DeviceRules:
     granule_nbytes: int = GRANULE_NBYTES
     fused_dropout: bool = True
     fused_rms_norm: bool = True
+    softmax_from_half: bool = True
     foreach: bool = True
     flash: AttentionFootprint = _FLASH_2
     efficient: AttentionFootprint = _EFFICIENT
@@ -85,13 +87,20 @@ CUDA: Final = DeviceRules()
 CUDA_HOPPER: Final = DeviceRules(workspace_nbytes=32 * MiB)
 #: The emulated accelerator with its fused attention: the CPU's kernels, the device's accounting.
 EMULATED: Final = DeviceRules(
-    fused_dropout=False, fused_rms_norm=False, flash=_PLAIN, efficient=_PLAIN, flex=_PLAIN, workspace_nbytes=0
+    fused_dropout=False,
+    fused_rms_norm=False,
+    softmax_from_half=False,
+    flash=_PLAIN,
+    efficient=_PLAIN,
+    flex=_PLAIN,
+    workspace_nbytes=0,
 )
 #: A CPU run whose tensors are counted without rounding.
 CPU: Final = DeviceRules(
     granule_nbytes=1,
     fused_dropout=False,
     fused_rms_norm=False,
+    softmax_from_half=False,
     foreach=False,
     flash=_PLAIN,
     efficient=_PLAIN,
