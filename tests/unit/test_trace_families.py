@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from overspill.forecast.events import Category  # noqa: E402
-from overspill.trace import AttentionKernel, Trace, TraceOptions, language_batch, trace_step  # noqa: E402
+from overspill.trace import AttentionKernel, TensorSpec, Trace, TraceOptions, language_batch, trace_step  # noqa: E402
+from overspill.trace.step import model_loss  # noqa: E402
 from testing.lora import add_lora  # noqa: E402
 from testing.small_models import FAMILIES, small_model  # noqa: E402
 
@@ -45,9 +46,19 @@ def test_a_trace_runs_and_accounts_for_every_parameter(family: str, checkpointin
     assert found.resting_nbytes < found.peak_nbytes
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize(("family", "layers"), [("llama", 9), ("gemma2", 15), ("gpt2", 8), ("qwen2_moe", 7)])
+@pytest.mark.parametrize(
+    ("family", "layers", "checkpointing", "lora"),
+    [
+        ("llama", 9, "none", False),
+        ("llama", 8, "reentrant", False),
+        ("llama", 8, "non-reentrant", True),
+        ("gemma2", 15, "none", True),
+        ("gemma2", 13, "non-reentrant", False),
+        ("gpt2", 8, "reentrant", True),
+        ("qwen2_moe", 7, "none", False),
+        ("qwen2_moe", 7, "non-reentrant", True),
+    ],
+)
 def test_a_shortened_model_gives_every_phase_point_of_the_whole_depth(
     family: str, layers: int, checkpointing: str, lora: bool
 ) -> None:
@@ -58,6 +69,107 @@ def test_a_shortened_model_gives_every_phase_point_of_the_whole_depth(
     assert short.peaks == whole.peaks
     assert [e[:1] + e[2:] for e in short.events] == [e[:1] + e[2:] for e in whole.events], "events are not the same"
     assert short.replay().reserved_nbytes == whole.replay().reserved_nbytes
+
+
+def _t5() -> Any:
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=512, d_model=64, d_kv=16, d_ff=128, num_layers=8, num_decoder_layers=7, num_heads=4
+    )
+    config.use_cache, config.decoder_start_token_id, config._attn_implementation = False, 0, "eager"
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _deepseek() -> Any:
+    """Latent attention; two dense layers, then experts."""
+    import transformers
+
+    config = transformers.DeepseekV3Config(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=9,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=2,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        qk_nope_head_dim=16,
+        attn_implementation="eager",
+    )
+    config.use_cache = False
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def _gpt_oss() -> Any:
+    """Attention sinks; sliding and full layers take turns."""
+    import transformers
+
+    config = transformers.GptOssConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attn_implementation="eager",
+    )
+    config.use_cache = False
+    return transformers.GptOssForCausalLM(config)
+
+
+def _vit() -> Any:
+    import transformers
+
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            image_size=32,
+            patch_size=8,
+            attn_implementation="eager",
+        )
+    )
+
+
+def _plain_torch() -> Any:
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 8)
+
+
+@pytest.mark.parametrize(
+    ("build", "batch"),
+    [
+        (_t5, {"input_ids": TensorSpec((2, 32)), "labels": TensorSpec((2, 16))}),
+        (_deepseek, language_batch(2, 32)),
+        (_gpt_oss, language_batch(2, 32)),
+        (_vit, {"pixel_values": TensorSpec((2, 3, 32, 32), torch.float32), "labels": TensorSpec((2,))}),
+        (_plain_torch, {"src": TensorSpec((4, 16, 32), torch.float32)}),
+    ],
+    ids=["encoder-decoder", "latent attention", "sinks", "vision", "torch.nn"],
+)
+def test_other_kinds_of_models_are_shortened_as_well(build: Any, batch: Any) -> None:
+    loss = (lambda model, inputs: model(**inputs).sum()) if build is _plain_torch else model_loss
+    short, whole = (
+        trace_step(build, [[batch]], TraceOptions(attention=AttentionKernel.EAGER, loss=loss, every_layer=every))
+        for every in (False, True)
+    )
+    assert short.notes == ()
+    assert all(repetition.copies > 0 for _, repetition in short.repetitions)
+    assert short.peaks == whole.peaks
 
 
 def test_the_peak_moves_with_depth_and_the_trace_with_it() -> None:
@@ -101,8 +213,6 @@ def test_layers_that_differ_within_their_kind_are_all_traced() -> None:
             for layer in self.layers:
                 x = layer(x)
             return x
-
-    from overspill.trace import TensorSpec
 
     batch = {"x": TensorSpec((256, 16), torch.float32)}
     found = trace_step(Model, [[batch]], TraceOptions(loss=lambda model, inputs: model(**inputs).sum()))

@@ -5,8 +5,8 @@ layers and one full) is what a deep model consists of. `repetition` finds the pa
 a few periods of it, and `Follower` tells the recorder in which layer's forward or backward it is.
 
 [Note: Where a layer's backward begins] When the gradient of its output is complete. A hook on that tensor says so, and
-unlike module hooks it adds nothing to the graph. The tensor is caught where the next module takes it as its input,
-since inside a reentrant checkpoint the layer itself runs without a graph.
+unlike module hooks it adds nothing to the graph. The tensor is caught where the next module takes it as its input
+(or the enclosing one returns it), since inside a reentrant checkpoint the layer itself runs without a graph.
 """
 
 from __future__ import annotations
@@ -198,6 +198,8 @@ class Follower:
             self.recorder.module = self._modules.pop()
         place = self._place.get(module)
         if place is None:
+            if self._ended is not None and self._inside == 0 and not self._backward:  # no module came after the last
+                self._catch((output,) if isinstance(output, torch.Tensor) else (), {}, self._ended)
             return
         if self._backward:
             if self._born:

@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _see(self, tensor: torch.Tensor, func: Any) -> None:
-        if tensor.device.type != self.device_type:
+        if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -112,7 +112,7 @@ class Trace:
     @property
     def resting_nbytes(self) -> int:
         """Bytes allocated after the last event: what stays between steps."""
-        return sum(self.timeline()[category][-1] for category in Category) if self.events else 0
+        return sum(line[-1] for line in self.timeline().values() if line)
 
     def phase(self, name: str) -> Peak:
         """The peak of one phase. KeyError when the step has no such phase."""
