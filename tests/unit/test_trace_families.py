@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -188,6 +189,17 @@ def test_the_peak_moves_with_depth_and_the_trace_with_it() -> None:
     assert abs(by_maxima / many.peak_nbytes - 1) > 0.03
     whole = at(40, every_layer=True)
     assert whole.peaks == many.peaks
+
+
+def test_a_70b_takes_less_than_10_seconds_of_one_core() -> None:
+    from benchmarks.trace_time import run
+
+    start = time.process_time()
+    found = run("llama-70b-checkpointing")
+    assert time.process_time() - start <= 10
+    assert found["notes"] == ()
+    # Pure bf16: weights, gradients, two moments and foreach's copy are 2 bytes each.
+    assert found["allocated_nbytes"] == pytest.approx(10 * 70_553_706_496, rel=0.001)
 
 
 def test_layers_that_differ_within_their_kind_are_all_traced() -> None:
