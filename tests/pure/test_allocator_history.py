@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from overspill.errors import OverspillError
 from overspill.forecast.allocator import replay
 from overspill.forecast.allocator_settings import AllocatorSettings
+from overspill.forecast.events import BlockMisuse
 from overspill.forecast.history import compact, read_history
 from overspill.units import MiB
 
@@ -48,7 +48,7 @@ def test_a_history_becomes_events_whose_replay_holds_what_the_device_held() -> N
 
 
 def test_what_is_no_history_is_refused() -> None:
-    with pytest.raises(OverspillError):
+    with pytest.raises(BlockMisuse):
         read_history([["alloc", 1]])
 
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from overspill.errors import OverspillError
-from overspill.forecast.events import Event, Kind
+from overspill.forecast.events import BlockMisuse, Event, Kind
 
 __all__ = ["History", "compact", "read_history"]
 
@@ -37,7 +36,7 @@ def compact(snapshot: Mapping[str, Any], device: int = 0) -> list[list[int | str
 def read_history(rows: Sequence[Sequence[Any]]) -> History:
     """Events of `compact` rows. Frees of blocks that are older than the recording are left out.
 
-    Raises OverspillError OVS204 for rows that are no history.
+    Raises BlockMisuse for rows that are no history.
     """
     events: list[Event] = []
     blocks: dict[int, int] = {}
@@ -48,9 +47,7 @@ def read_history(rows: Sequence[Sequence[Any]]) -> History:
         try:
             action, address, nbytes, stream = str(row[0]), int(row[1]), int(row[2]), int(row[3])
         except (IndexError, TypeError, ValueError):
-            raise OverspillError(
-                "OVS204", f"Row {number} of the history is not action, address, bytes, stream."
-            ) from None
+            raise BlockMisuse(f"row {number} of the history is not action, address, bytes, stream") from None
         if action in _SEGMENTS:
             reserved += _SEGMENTS[action] * nbytes
             highest = max(highest, reserved)

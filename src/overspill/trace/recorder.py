@@ -59,8 +59,6 @@ class Mark:
     module: str
     width: int
     """Size of the last dimension of the tensor that it was made for."""
-    label: str = ""
-    """Of adopted blocks and gradients: the parameter's name."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -133,12 +131,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if alias:
             self.adopt(tensor, Category.TEMPORARIES)
             return
-        self._born(storage, key, Category.TEMPORARIES, tensor.shape[-1] if tensor.dim() else 1, self.module, "")
+        self._born(storage, key, Category.TEMPORARIES, tensor.shape[-1] if tensor.dim() else 1, self.module)
 
-    def _born(self, storage: Any, key: int, category: Category, width: int, module: str, label: str) -> int:
+    def _born(self, storage: Any, key: int, category: Category, width: int, module: str) -> int:
         block = self._next
         self._next += 1
-        self.marks[block] = Mark(storage.nbytes(), category, module, width, label)
+        self.marks[block] = Mark(storage.nbytes(), category, module, width)
         self.records.append(Record(Kind.MALLOC, block, self.phase, self.segment))
         self._known[key] = (block, weakref.ref(storage, lambda _: self._died(key, block)))
         return block
@@ -154,13 +152,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = reference()
         self.records.append(Record(Kind.FREE, block, self.phase, self.segment))
         self._known.pop(key)
-        new = self._born(storage, key, old.category, old.width, old.module, old.label)
+        new = self._born(storage, key, old.category, old.width, old.module)
         assert self.marks[new].nbytes == nbytes
 
     # ---- what the caller knows ----
 
-    def adopt(self, tensor: torch.Tensor, category: Category, label: str = "") -> None:
-        """Registers a storage that exists already: it is allocated from the first event on.
+    def adopt(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
+        """Registers a storage that exists already: it is allocated from the first event on. ``name``: the parameter's.
 
         Its malloc is put where the record stands now; the caller adopts what there is before it runs anything, and
         what is met later is moved to the start by `at_start`.
@@ -170,7 +168,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept = self.phase, self.segment, self.module
         self.phase, self.segment, self.module = "load", Segment(-1), ""
         storage = tensor.untyped_storage()
-        self._born(storage, storage._cdata, category, 0, label.rpartition(".")[0], label)
+        self._born(storage, storage._cdata, category, 0, name.rpartition(".")[0])
         self.phase, self.segment, self.module = kept
 
     def ghost(self, tensor: torch.Tensor) -> None:
@@ -183,13 +181,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._silent.add(block)
         self._known[key] = (block, weakref.ref(storage, lambda _: self._died(key, block)))
 
-    def mark(self, tensor: torch.Tensor, category: Category, label: str = "") -> None:
+    def mark(self, tensor: torch.Tensor, category: Category) -> None:
         """Says what a storage is for, for its whole life."""
         found = self._known.get(tensor.untyped_storage()._cdata)
         if found is not None and found[0] not in self._silent:
-            mark = self.marks[found[0]]
-            mark.category = category
-            mark.label = label or mark.label
+            self.marks[found[0]].category = category
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._known

@@ -233,7 +233,6 @@ class _Splice:
         self.marks[block] = replace(
             mark,
             module=_renumbered(mark.module, self.name, layers),
-            label=_renumbered(mark.label, self.name, layers),
         )
 
 

@@ -162,10 +162,13 @@ def trace_step(
     layers = find_layers(model)
     repetitions = {} if options.every_layer else {found.name: repetition(found) for found in layers}
     notes: list[str] = []
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if implementation == "eager" and options.attention is not AttentionKernel.EAGER:
+        notes.append(f"the model computes attention itself (eager), not by {options.attention}")
     if any(r.copies for r in repetitions.values()):
         try:
             return _traced(model, steps, options, layers, repetitions, notes)
-        except Irregular as why:
+        except (Irregular, IndexError, KeyError) as why:  # the latter: a model that counts on all of its layers
             notes.append(f"every layer was traced: {why}")
             with torch.device("meta"):
                 model = build_model()
@@ -301,9 +304,9 @@ class _Run:
             follower.begin("backward of the head", backward=True)
             loss.backward()  # type: ignore[no-untyped-call]
             follower.outside("after backward")
-            for name, parameter in self.parameters.items():
+            for parameter in self.parameters.values():
                 if parameter.grad is not None:
-                    recorder.mark(parameter.grad, Category.GRADIENTS, name)
+                    recorder.mark(parameter.grad, Category.GRADIENTS)
             del loss, inputs
         self._ghost_gradients()
         recorder.values_do_not_matter = True
