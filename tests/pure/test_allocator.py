@@ -169,6 +169,8 @@ def test_roundup_power2_divisions_round_in_steps_between_powers_of_two(
 def test_divisions_may_differ_by_size() -> None:
     settings = AllocatorSettings.parse("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]")
     assert [settings.divisions(n * MiB) for n in (1, 256, 300, 512, 1024, 2047, 2048, 5000)] == [1, 1, 1, 2, 4, 4, 8, 8]
+    gaps = AllocatorSettings.parse("roundup_power2_divisions:[256:2,1024:4]")
+    assert [gaps.divisions(n * MiB) for n in (1, 511, 512, 1024, 2048)] == [2, 2, 0, 4, 0]
 
 
 def test_a_configuration_is_read_as_torch_reads_it() -> None:

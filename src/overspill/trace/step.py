@@ -20,7 +20,7 @@ from torch import nn
 
 from overspill.forecast.allocator import Replay, replay
 from overspill.forecast.allocator_settings import AllocatorSettings
-from overspill.forecast.events import Category, Event, Kind, Peak, highest, peaks_by_phase
+from overspill.forecast.events import BlockMisuse, Category, Event, Kind, Peak, highest, peaks_by_phase
 from overspill.trace.attention import without_values
 from overspill.trace.autocast import one_autocast_for_all_devices
 from overspill.trace.interception import Interception, intercepting
@@ -168,7 +168,7 @@ def trace_step(
     if any(r.copies for r in repetitions.values()):
         try:
             return _traced(model, steps, options, layers, repetitions, notes)
-        except (Irregular, IndexError, KeyError) as why:  # the latter: a model that counts on all of its layers
+        except (Irregular, BlockMisuse, IndexError, KeyError) as why:  # the last two: a model that needs all its layers
             notes.append(f"every layer was traced: {why}")
             with torch.device("meta"):
                 model = build_model()
