@@ -146,8 +146,8 @@ def _divisions(value: str) -> tuple[tuple[int, int], ...]:
             raise _wrong(f"`{part}` is not of the form power-of-two:divisions", "roundup_power2_divisions")
     limits.sort()
     steps = [(0, limits[0][1] if limits else rest or 0)]
-    for limit, divisions in limits:
-        steps += [(limit, divisions), (limit * 2, 0)]
+    for limit_mib, steps_between in limits:
+        steps += [(limit_mib, steps_between), (limit_mib * 2, 0)]
     if rest is not None and limits:
         steps.append((limits[-1][0] * 2, rest))
     return tuple(steps)

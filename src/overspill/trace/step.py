@@ -11,21 +11,20 @@ import gc
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 
-from overspill.forecast.allocator import Replay, replay
-from overspill.forecast.allocator_settings import AllocatorSettings
-from overspill.forecast.events import BlockMisuse, Category, Event, Kind, Peak, highest, peaks_by_phase
+from overspill.forecast.events import BlockMisuse, Category, Event, peaks_by_phase
 from overspill.trace.attention import without_values
 from overspill.trace.autocast import one_autocast_for_all_devices
 from overspill.trace.interception import Interception, intercepting
 from overspill.trace.layers import Follower, Layers, Repetition, find_layers, pruned, repetition
 from overspill.trace.recorder import Mark, Recorder, for_each_tensor
+from overspill.trace.result import Trace
 from overspill.trace.rules import CUDA, AttentionKernel, DeviceRules
 from overspill.trace.splice import Irregular, spliced
 
@@ -84,61 +83,6 @@ class TraceOptions:
     accumulate_logits: bool = False
     every_layer: bool = False
     padded: bool = False
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What a step asks of the allocator. ``events`` hold requested sizes; peaks are rounded as the device does."""
-
-    events: tuple[Event, ...]
-    peaks: tuple[Peak, ...]
-    granule_nbytes: int
-    repetitions: tuple[tuple[str, Repetition], ...] = ()
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def peak(self) -> Peak:
-        return highest(self.peaks)
-
-    @property
-    def peak_nbytes(self) -> int:
-        """Bytes allocated at the highest instant (torch.cuda.max_memory_allocated)."""
-        return self.peak.nbytes
-
-    @property
-    def by_category_at_peak(self) -> dict[Category, int]:
-        return dict(self.peak.by_category)
-
-    @property
-    def resting_nbytes(self) -> int:
-        """Bytes allocated after the last event: what stays between steps."""
-        return sum(line[-1] for line in self.timeline().values() if line)
-
-    def phase(self, name: str) -> Peak:
-        """The peak of one phase. KeyError when the step has no such phase."""
-        for peak in self.peaks:
-            if peak.phase == name:
-                return peak
-        raise KeyError(name)
-
-    def timeline(self) -> dict[Category, list[int]]:
-        """Bytes allocated after each event, by category."""
-        lines: dict[Category, list[int]] = {category: [] for category in Category}
-        current = dict.fromkeys(Category, 0)
-        granule = self.granule_nbytes
-        for event in self.events:
-            nbytes = -(-event.nbytes // granule) * granule
-            if event.kind is Kind.MALLOC:
-                current[event.category] += nbytes
-            elif event.kind is not Kind.FREE_COMPLETED:
-                current[event.category] -= nbytes
-            for category, line in lines.items():
-                line.append(current[category])
-        return lines
-
-    def replay(self, settings: AllocatorSettings | None = None) -> Replay:
-        """The events through a model of the CUDA caching allocator."""
-        return replay(self.events, settings)
 
 
 def trace_step(
