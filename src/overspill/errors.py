@@ -115,6 +115,11 @@ CODES: Final[dict[str, ErrorCode]] = {
         "The optimizer, or one of its options (amsgrad, sparse gradients, …), has no exact kernel here.",
         "Use AdamW, Adam, SGD or Lion with the options that the message names.",
     ),
+    "OVS208": ErrorCode(
+        "the model cannot be traced",
+        "Its forward asks for values of tensors; a trace has their shapes only.",
+        "Build it with attention that a trace knows, or register a footprint for the module that is named.",
+    ),
     # 3xx: memory
     "OVS301": ErrorCode(
         "the memory budget is too small",

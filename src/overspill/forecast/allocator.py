@@ -9,11 +9,12 @@ other processes are not in it. Pure Python: a step of a 70B model takes about a 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from overspill.forecast.allocator_blocks import Block, Pool, link, reach
 from overspill.forecast.allocator_settings import AllocatorSettings
 from overspill.forecast.events import GRANULE_NBYTES, BlockMisuse, Event, Kind
 from overspill.units import MiB, TiB
@@ -50,72 +51,6 @@ class Replay:
     out_of_memory: OutOfMemory | None
 
 
-class _Block:
-    __slots__ = (
-        "address",
-        "allocated",
-        "expandable",
-        "mapped",
-        "nbytes",
-        "next",
-        "pending",
-        "pool",
-        "prev",
-        "seen",
-        "stream",
-    )
-
-    def __init__(self, pool: _Pool, stream: int, address: int, nbytes: int) -> None:
-        self.pool = pool
-        self.stream = stream
-        self.address = address
-        self.nbytes = nbytes
-        self.prev: _Block | None = None
-        self.next: _Block | None = None
-        self.allocated = False
-        self.pending = False  # freed, but another stream has not passed yet
-        self.mapped = True
-        self.expandable = 0  # size of its expandable segment's pages; 0: an ordinary segment
-        self.seen = 0  # the pool's count of searches when it became free, for garbage collection
-
-    @property
-    def free(self) -> bool:
-        return not self.allocated and not self.pending
-
-    @property
-    def split(self) -> bool:
-        return self.prev is not None or self.next is not None
-
-
-class _Pool:
-    """Free blocks ordered by stream, size and address; unmapped ones by address."""
-
-    def __init__(self, small: bool) -> None:
-        self.small = small
-        self.keys: list[tuple[int, int, int]] = []
-        self.blocks: dict[int, _Block] = {}
-        self.unmapped: list[tuple[int, int]] = []
-        self.holes: dict[int, _Block] = {}
-        self.searches = 0
-
-    def insert(self, block: _Block) -> None:
-        block.seen = self.searches
-        insort(self.keys, (block.stream, block.nbytes, block.address))
-        self.blocks[block.address] = block
-
-    def remove(self, block: _Block) -> None:
-        del self.keys[bisect_left(self.keys, (block.stream, block.nbytes, block.address))]
-        del self.blocks[block.address]
-
-    def insert_hole(self, block: _Block) -> None:
-        insort(self.unmapped, (block.stream, block.address))
-        self.holes[block.address] = block
-
-    def remove_hole(self, block: _Block) -> None:
-        del self.unmapped[bisect_left(self.unmapped, (block.stream, block.address))]
-        del self.holes[block.address]
-
-
 class CachingAllocator:
     """The allocator's state. ``malloc`` and ``free`` take the caller's names for blocks."""
 
@@ -124,9 +59,9 @@ class CachingAllocator:
         self.allocated_nbytes = 0
         self.reserved_nbytes = 0
         self.retries = 0
-        self._small, self._large = _Pool(small=True), _Pool(small=False)
-        self._live: dict[int, _Block] = {}
-        self._waiting: dict[int, _Block] = {}
+        self._small, self._large = Pool(small=True), Pool(small=False)
+        self._live: dict[int, Block] = {}
+        self._waiting: dict[int, Block] = {}
         self._next_address = 0
         self._max_split = settings.max_split_nbytes
         capacity, fraction = settings.capacity_nbytes, settings.memory_fraction
@@ -146,9 +81,9 @@ class CachingAllocator:
         if block is None:
             return False
         if self._should_split(block, size):
-            rest = _Block(pool, stream, block.address + size, block.nbytes - size)
+            rest = Block(pool, stream, block.address + size, block.nbytes - size)
             rest.expandable = block.expandable
-            _link(rest, block, block.next)
+            link(rest, block, block.next)
             block.nbytes = size
             pool.insert(rest)
         block.allocated = True
@@ -192,7 +127,7 @@ class CachingAllocator:
 
     # ---- searching ----
 
-    def _find(self, pool: _Pool, stream: int, size: int) -> _Block | None:
+    def _find(self, pool: Pool, stream: int, size: int) -> Block | None:
         """Rule `best fit`."""
         if self._allowed is not None and self.settings.garbage_collection_threshold > 0:
             pool.searches += 1
@@ -204,7 +139,7 @@ class CachingAllocator:
             # A block at the end of what is mapped counts with the addresses that it can still grow into.
             while at + 1 < len(pool.keys) and pool.keys[at + 1][0] == stream:
                 other = pool.blocks[pool.keys[at + 1][2]]
-                if not block.expandable or _reach(other) >= _reach(block):
+                if not block.expandable or reach(other) >= reach(block):
                     break
                 block, at = other, at + 1
         if self._max_split is not None:
@@ -215,7 +150,7 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _should_split(self, block: _Block, size: int) -> bool:
+    def _should_split(self, block: Block, size: int) -> bool:
         """Rule `split`."""
         rest = block.nbytes - size
         if block.pool.small or self.settings.expandable_segments:
@@ -224,7 +159,7 @@ class CachingAllocator:
 
     # ---- growing and shrinking ----
 
-    def _grow(self, pool: _Pool, stream: int, size: int) -> _Block | None:
+    def _grow(self, pool: Pool, stream: int, size: int) -> Block | None:
         """Rules `segments` and `retry`."""
         if self._allowed is not None and self.settings.garbage_collection_threshold > 0:
             self._collect_garbage()
@@ -241,7 +176,7 @@ class CachingAllocator:
         limits = [limit for limit in (self._allowed, self.settings.capacity_nbytes) if limit is not None]
         return not limits or self.reserved_nbytes + nbytes <= min(limits)
 
-    def _new_segment(self, pool: _Pool, stream: int, size: int) -> _Block | None:
+    def _new_segment(self, pool: Pool, stream: int, size: int) -> Block | None:
         if self.settings.expandable_segments:
             return self._expand(pool, stream, size)
         if size <= SMALL_REQUEST_NBYTES:
@@ -253,7 +188,7 @@ class CachingAllocator:
         if not self._may_take(nbytes):
             return None
         self.reserved_nbytes += nbytes
-        return _Block(pool, stream, self._addresses(nbytes), nbytes)
+        return Block(pool, stream, self._addresses(nbytes), nbytes)
 
     def _addresses(self, nbytes: int) -> int:
         """Fresh addresses; they start at a multiple of every page size, which `_unmap` relies on."""
@@ -261,7 +196,7 @@ class CachingAllocator:
         self._next_address += -(-nbytes // LARGE_SEGMENT_NBYTES) * LARGE_SEGMENT_NBYTES
         return address
 
-    def _release(self, name: int) -> _Block:
+    def _release(self, name: int) -> Block:
         block = self._live.pop(name, None)
         if block is None:
             raise BlockMisuse(f"block {name} is not allocated")
@@ -269,12 +204,12 @@ class CachingAllocator:
         self.allocated_nbytes -= block.nbytes
         return block
 
-    def _reuse(self, block: _Block) -> None:
+    def _reuse(self, block: Block) -> None:
         self._merge(block, block.prev)
         self._merge(block, block.next)
         block.pool.insert(block)
 
-    def _merge(self, block: _Block, other: _Block | None) -> None:
+    def _merge(self, block: Block, other: Block | None) -> None:
         """Takes a free neighbour into ``block``, which is in no list."""
         if other is None or not other.free or other.mapped != block.mapped:
             return
@@ -293,11 +228,11 @@ class CachingAllocator:
                 block.next.prev = block
         block.nbytes += other.nbytes
 
-    def _give_back(self, block: _Block) -> None:
+    def _give_back(self, block: Block) -> None:
         block.pool.remove(block)
         self.reserved_nbytes -= block.nbytes
 
-    def _release_oversized(self, pool: _Pool, stream: int, size: int) -> bool:
+    def _release_oversized(self, pool: Pool, stream: int, size: int) -> bool:
         """Rule `oversized blocks first`: only with max_split_size_mb."""
         if self._max_split is None:
             return False
@@ -354,7 +289,7 @@ class CachingAllocator:
 
     # ---- expandable segments ----
 
-    def _expand(self, pool: _Pool, stream: int, size: int) -> _Block | None:
+    def _expand(self, pool: Pool, stream: int, size: int) -> Block | None:
         """Rule `expandable segments`: one range of addresses per stream and pool, mapped page by page."""
         block = self._room(pool, stream, size)
         if not block.mapped and not self._map(block, min(block.nbytes, size)):
@@ -368,7 +303,7 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _room(self, pool: _Pool, stream: int, size: int) -> _Block:
+    def _room(self, pool: Pool, stream: int, size: int) -> Block:
         """The lowest run of free and unmapped addresses that is long enough, or a new range."""
         for at in range(bisect_left(pool.unmapped, (stream, -1)), len(pool.unmapped)):
             if pool.unmapped[at][0] != stream:
@@ -386,12 +321,12 @@ class CachingAllocator:
         page = SMALL_SEGMENT_NBYTES if pool.small else LARGE_SEGMENT_NBYTES
         span = _UNLIMITED_ADDRESSES_NBYTES if capacity is None else capacity + capacity // 8
         span = -(-max(span, size) // page) * page
-        block = _Block(pool, stream, self._addresses(span), span)
+        block = Block(pool, stream, self._addresses(span), span)
         block.mapped, block.expandable = False, page
         pool.insert_hole(block)
         return block
 
-    def _map(self, hole: _Block, size: int) -> bool:
+    def _map(self, hole: Block, size: int) -> bool:
         pool, page = hole.pool, hole.expandable
         size = min(-(-size // page) * page, hole.nbytes)
         if not self._may_take(size):
@@ -399,9 +334,9 @@ class CachingAllocator:
         pool.remove_hole(hole)
         hole.mapped = True
         if size < hole.nbytes:
-            rest = _Block(pool, hole.stream, hole.address + size, hole.nbytes - size)
+            rest = Block(pool, hole.stream, hole.address + size, hole.nbytes - size)
             rest.mapped, rest.expandable = False, page
-            _link(rest, hole, hole.next)
+            link(rest, hole, hole.next)
             hole.nbytes = size
             pool.insert_hole(rest)
         self.reserved_nbytes += size
@@ -410,7 +345,7 @@ class CachingAllocator:
         pool.insert(hole)
         return True
 
-    def _unmap(self, block: _Block) -> None:
+    def _unmap(self, block: Block) -> None:
         """Gives back the whole pages inside a free block; what is left of a page at either end stays mapped."""
         pool, page = block.pool, block.expandable
         begin = -(-block.address // page) * page
@@ -423,28 +358,15 @@ class CachingAllocator:
             (end, block.address + block.nbytes - end, False),
         ):
             if nbytes:
-                part = _Block(pool, block.stream, address, nbytes)
+                part = Block(pool, block.stream, address, nbytes)
                 part.expandable = page
-                _link(part, block.prev if before else block, block if before else block.next)
+                link(part, block.prev if before else block, block if before else block.next)
                 pool.insert(part)
         block.address, block.nbytes, block.mapped = begin, end - begin, False
         self.reserved_nbytes -= block.nbytes
         self._merge(block, block.prev)
         self._merge(block, block.next)
         pool.insert_hole(block)
-
-
-def _reach(block: _Block) -> int:
-    after = block.next
-    return block.nbytes + (after.nbytes if after is not None and not after.mapped else 0)
-
-
-def _link(block: _Block, prev: _Block | None, following: _Block | None) -> None:
-    block.prev, block.next = prev, following
-    if prev is not None:
-        prev.next = block
-    if following is not None:
-        following.prev = block
 
 
 def replay(events: Iterable[Event], settings: AllocatorSettings | None = None) -> Replay:

@@ -129,7 +129,8 @@ def _share(key: str, value: str, *, one: bool = False) -> float:
 def _divisions(value: str) -> tuple[tuple[int, int], ...]:
     """``4``, or ``[256:1,512:2,1024:4,>:8]``: sizes up to each limit in MiB, the last for all above.
 
-    torch keeps one entry for each power of two and fills those below the first limit with the first entry's value.
+    torch keeps one entry for each power of two: those below the first limit have its value, those between two that
+    are not neighbours and those above the last have none, unless ``>`` gives it.
     """
     if not value.startswith("["):
         return ((0, _power_of_two(value)),)
@@ -145,7 +146,8 @@ def _divisions(value: str) -> tuple[tuple[int, int], ...]:
             raise _wrong(f"`{part}` is not of the form power-of-two:divisions", "roundup_power2_divisions")
     limits.sort()
     steps = [(0, limits[0][1] if limits else rest or 0)]
-    steps += [(limit, divisions) for limit, divisions in limits]
+    for limit_mib, steps_between in limits:
+        steps += [(limit_mib, steps_between), (limit_mib * 2, 0)]
     if rest is not None and limits:
         steps.append((limits[-1][0] * 2, rest))
     return tuple(steps)
