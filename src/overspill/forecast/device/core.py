@@ -62,7 +62,8 @@ def _rank(job: Job, facts: ModelFacts, resolved: Resolved, stage: int, stages: i
     targeted = targets_of(job, facts)
     full = job.method.kind == "full"
     flat = resolved.sharding.flat_gradients
-    keeps = flat or not (resolved.sharding.splits_gradients or resolved.update_in_backward or resolved.gradients_at_rest)
+    gone = resolved.sharding.splits_gradients or resolved.update_in_backward or resolved.gradients_at_rest
+    keeps = flat or not gone
 
     def run_of(kind: LayerKind) -> Run:
         return Run(

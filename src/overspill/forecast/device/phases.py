@@ -7,13 +7,13 @@ are put one after the other: what earlier layers kept, what is gathered, which g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from overspill.forecast.device.ends import early_layers, final_figures
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units, optimizer_nbytes
 from overspill.forecast.layers.figures import LayerFigures, layer_figures
-from overspill.forecast.layers.head import HeadFigures, head_figures
-from overspill.forecast.layers.litgpt_head import litgpt_head_figures
+from overspill.forecast.layers.head import HeadFigures
 from overspill.forecast.layers.run import Run
 from overspill.forecast.tape import Category
 from overspill.model.facts import LayerKind, ModelFacts
@@ -104,48 +104,9 @@ def instants(
     rest = resting(units, resolved)
     layers = [(kind, count, unit, layer_figures(kind, run_of(kind))) for kind, count, unit in units.layers]
     last = stage == resolved.pipeline - 1
-    head = _head(facts, resolved, run_of(layers[-1][0]), units) if last else None
-    early = _early_layers(resolved, [(kind, run_of(kind)) for kind, _, _ in units.layers]) if stage == 0 else {}
+    head = final_figures(facts, resolved, run_of(layers[-1][0]), units) if last else None
+    early = early_layers(resolved, [(kind, run_of(kind)) for kind, _, _ in units.layers]) if stage == 0 else {}
     return _Step(facts, units, resolved, rest, layers, head, stage, early).instants()
-
-
-def _early_layers(resolved: Resolved, kinds: list[tuple[LayerKind, Run]]) -> dict[int, LayerFigures]:
-    """By position: layers whose input needs no gradient as nothing before them is trained, or without the prompt."""
-    code = resolved.style.litgpt
-    if code is None or not resolved.frozen_embedding:
-        return {}
-    early = {}
-    for kind, run in kinds:
-        for position in kind.positions:
-            prompted = position >= resolved.first_prompt
-            first = position == 0 if code.prompt != "adapter" else position <= resolved.first_prompt
-            if first or not prompted:
-                early[position] = layer_figures(kind, replace(run, input_needs_grad=not first, prompted=prompted))
-    return early
-
-
-def _head(facts: ModelFacts, resolved: Resolved, run: Run, units: Units) -> HeadFigures | None:
-    if facts.head is None:
-        return None
-    if resolved.sharding.flat_gradients and not units.head.trained_numel + units.head.adapter_numel:
-        run = replace(run, trained=lambda name: False)
-    if resolved.style.code == "litgpt":
-        return litgpt_head_figures(run, hidden=facts.hidden, vocab=facts.vocab, final_norm=facts.text.final_norm,
-                                   softcap=facts.logits_softcap is not None)  # fmt: skip
-    return head_figures(
-        run,
-        code=resolved.loss,
-        shift=resolved.logits,
-        hidden=facts.hidden,
-        vocab=facts.vocab,
-        final_norm=facts.text.final_norm,
-        softcap=facts.logits_softcap is not None,
-        scaled=facts.logits_scaled,
-        caller_holds_logits=resolved.caller_holds_logits,
-        converts_outputs=resolved.converts_outputs,
-        chunks=resolved.loss_chunks,
-        vocab_split=resolved.tensor if resolved.loss_parallel else 1,
-    )
 
 
 class _Step:
@@ -302,7 +263,9 @@ class _Step:
     def _earlier_gradients(self) -> float:
         """Gradients that are there when a micro-batch begins: those of the micro-batches before it."""
         resolved = self.resolved
-        if resolved.accumulation == 1 or resolved.longest_first or resolved.gradients_at_rest or resolved.update_in_backward:
+        if resolved.accumulation == 1 or resolved.longest_first:
+            return 0
+        if resolved.gradients_at_rest or resolved.update_in_backward:
             return 0
         return self._all_gradients()
 
@@ -354,7 +317,7 @@ class _Step:
             unreduced = self._unreduced(unit) * (1 + sharding.pending_reductions)
             if sharding.flat_gradients:
                 # the pieces are in the layer's own backward; then one tensor is made of them
-                unreduced, own = 0, max(own, round(figures.boundary_nbytes + 2 * self._unreduced(unit)))
+                unreduced, own = 0.0, max(own, round(figures.boundary_nbytes + 2 * self._unreduced(unit)))
             in_layer = 0 if earlier else figures.gradients_at_peak_nbytes * (0 if sharding.splits_gradients else 1)
             one = self._instant(
                 "backward of a layer",
@@ -393,7 +356,8 @@ class _Step:
         number = len(self.order) - 1
         unit, figures = self.layers[self.order[number]][2], self._figures(number)
         before = (self.kept - self._kept_of(number) + self._inputs()) // 2
-        own = max(self._own_backward(number, figures) // 2, round(figures.boundary_nbytes / 2 + 2 * self._unreduced(unit)))
+        joined = round(figures.boundary_nbytes / 2 + 2 * self._unreduced(unit))
+        own = max(self._own_backward(number, figures) // 2, joined)
         return self._instant(
             "later micro-batch",
             gradients=self._all_gradients(),

@@ -1,4 +1,4 @@
-"""A layer as LitGPT writes it: one matrix for queries, keys and values, its own LoRA and LLaMA-Adapter, norms through fp32.
+"""A layer as LitGPT writes it: one matrix for queries, keys and values, its own LoRA, LLaMA-Adapter, norms in fp32.
 
 Read and run: litgpt/model.py, lora.py, adapter.py and adapter_v2.py of 0.2.0 to 0.5.12, and lit_gpt of late 2023. What
 differs by version is in `LitGpt` (layers/style.py); docs/theory/litgpt.md says what each operation keeps, and
@@ -50,7 +50,7 @@ def _facts(layer: Layer) -> LitGpt:
 
 
 def norm(layer: Layer, x: Tensor, name: str, kind: NormKind, width: int) -> Tensor:
-    """RMSNorm: x.float(); mean(x * x); x * rsqrt; times the weight, before or after the cast back. LayerNorm: torch's."""
+    """RMSNorm: x.float(); mean(x * x); x * rsqrt; times the weight, cast back before or after. LayerNorm: torch's."""
     if kind == "none":
         return x
     tape, code = layer.tape, _facts(layer)
@@ -59,9 +59,7 @@ def norm(layer: Layer, x: Tensor, name: str, kind: NormKind, width: int) -> Tens
     rows = x.numel // width
     if kind in ("layer", "layer_fp32"):
         bias = Parameter(width, layer.style.weight, trained=trained, keeps_grad=layer.keeps_grads)
-        return ops.fused(
-            tape, (x, weight, bias), x.numel, x.itemsize, saves=(x,), extra_saved_nbytes=2 * FP32 * rows
-        )
+        return ops.fused(tape, (x, weight, bias), x.numel, x.itemsize, saves=(x,), extra_saved_nbytes=2 * FP32 * rows)
     size = x.itemsize
     wide = ops.cast(tape, x, FP32)
     del x

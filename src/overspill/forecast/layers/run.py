@@ -14,8 +14,8 @@ __all__ = ["Run"]
 class Run:
     """One rank's share of a micro-batch. trained, targeted: by a linear's or parameter's name inside the layer.
 
-    tensor: tensor-parallel ranks; sequence_parallel: the residual stream is split over them too. prompted: the layer has
-    LLaMA-Adapter's prompt.
+    tensor: tensor-parallel ranks; sequence_parallel: the residual stream is split over them too. prompted: the layer
+    has LLaMA-Adapter's prompt.
     """
 
     style: Style
