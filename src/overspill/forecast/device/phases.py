@@ -139,8 +139,7 @@ class _Step:
         ]
 
     def instants(self) -> list[Instant]:
-        result = [self._load(), *self._forward(), *self._backward(), self._reduction(), self._step()]
-        return [one for one in result if one is not None]
+        return [self._load(), *self._forward(), *self._backward(), self._step()]
 
     def _instant(self, phase: str, *, gradients: float = 0, activations: float = 0, logits: float = 0,
                  communication: float = 0, temporaries: float = 0) -> Instant:  # fmt: skip
@@ -228,15 +227,9 @@ class _Step:
         if self.head is not None:
             head = self.head
             if head.answer_nbytes + last + last_logits > head.forward_nbytes:
-                result.append(
-                    self._instant(
-                        "head",
-                        gradients=self._earlier_gradients(),
-                        activations=kept + base + flight * whole + last,
-                        logits=head.answer_nbytes + last_logits,
-                        communication=self._gathered_root(),
-                    )
-                )
+                held = {"activations": kept + base + flight * whole + last, "logits": head.answer_nbytes + last_logits}
+                earlier, root = self._earlier_gradients(), self._gathered_root()
+                result.append(self._instant("head", gradients=earlier, communication=root, **held))
             logits = head.logits_nbytes
             result.append(
                 self._instant(
@@ -318,11 +311,11 @@ class _Step:
             if sharding.flat_gradients:
                 # the pieces are in the layer's own backward; then one tensor is made of them
                 unreduced, own = 0.0, max(own, round(figures.boundary_nbytes + 2 * self._unreduced(unit)))
-            in_layer = 0 if earlier else figures.gradients_at_peak_nbytes * (0 if sharding.splits_gradients else 1)
+            in_layer = 0 if sharding.splits_gradients else figures.gradients_at_peak_nbytes
             one = self._instant(
                 "backward of a layer",
-                gradients=before + done + in_layer,
-                activations=kept + base + retained + own - (in_layer if not sharding.splits_gradients else 0),
+                gradients=before + done + (0 if earlier else in_layer),  # earlier ones are added to in place
+                activations=kept + base + retained + own - in_layer,
                 logits=self.head.held_nbytes if self.head is not None else 0,
                 communication=root + self._gathered_layer(unit, alive) + unreduced + root_gradient,
             )
@@ -383,7 +376,7 @@ class _Step:
 
     def _unreduced(self, unit: Unit) -> float:
         """Gradients of one unit before they are reduced, beside what a rank keeps of them."""
-        sharding, resolved = self.resolved.sharding, self.resolved
+        sharding = self.resolved.sharding
         trained = unit.trained_numel + unit.adapter_numel
         if sharding.flat_gradients and trained:
             trained = unit.numel
@@ -392,12 +385,6 @@ class _Step:
             wide = trained * sharding.reduce_itemsize if sharding.reduce_itemsize != sharding.gathered_itemsize else 0
             return full + wide
         return 0
-
-    def _reduction(self) -> Instant | None:
-        sharding, resolved = self.resolved.sharding, self.resolved
-        if sharding.kind not in ("zero1", "zero2", "zero3", "ddp"):
-            return None
-        return None
 
     def _step(self) -> Instant:
         resolved, sharding = self.resolved, self.resolved.sharding

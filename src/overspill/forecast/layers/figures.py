@@ -93,6 +93,7 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
     del held, out, x
     tape.leaf_grads.clear()
     tape.outliving.clear()
+    tape.gradients.clear()
     assert memory.total_nbytes == 0 or node is not None
 
     tape = layer.tape
