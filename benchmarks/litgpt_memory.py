@@ -1,4 +1,4 @@
-"""Measure what LitGPT's own modules keep: bytes of one block and of the model's end, for tests/unit/litgpt_measured.json.
+"""Measure what LitGPT's own modules keep: one block and the model's end, for tests/unit/litgpt_measured.json.
 
 Needs litgpt and lightning, which the project does not depend on; run it in an environment of its own:
 ``python benchmarks/litgpt_memory.py > out.json`` prints one version's cases. A dispatch mode watches every storage that
@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"name": "Llama-2-7b-hf", "n_embd": 512, "n_head": 8, "n_query_groups": 8, "intermediate_size": 1376},
-    "llama-grouped": {"name": "Llama-2-70b-hf", "n_embd": 512, "n_head": 8, "n_query_groups": 2, "intermediate_size": 1792},
+    "llama-grouped": {"name": "Llama-2-70b-hf", "n_embd": 512, "n_head": 8, "n_query_groups": 2,
+                      "intermediate_size": 1792},
     "phi": {"name": "phi-1_5", "n_embd": 512, "n_head": 8, "n_query_groups": 8, "intermediate_size": 2048,
             "rotary_percentage": 0.5},
     "falcon": {"name": "falcon-7b", "n_embd": 512, "n_head": 8, "n_query_groups": 1, "intermediate_size": 2048},
@@ -115,16 +116,19 @@ def _model(shape: str, method: str) -> Any:
     everything = method == "lora_all"
     with torch.device("cpu"):
         if method in ("lora_qv", "lora_all", "nf4"):
-            from litgpt.lora import GPT, Config, mark_only_lora_as_trainable as mark
+            from litgpt.lora import GPT, Config
+            from litgpt.lora import mark_only_lora_as_trainable as mark
 
             over.update(lora_r=RANK, lora_alpha=16, lora_dropout=0.05, lora_query=True, lora_value=True)
             over.update({f"lora_{part}": everything for part in ("key", "projection", "mlp", "head")})
         elif method == "adapter":
-            from litgpt.adapter import GPT, Config, mark_only_adapter_as_trainable as mark
+            from litgpt.adapter import GPT, Config
+            from litgpt.adapter import mark_only_adapter_as_trainable as mark
 
             over["adapter_start_layer"] = 0
         elif method == "adapter_v2":
-            from litgpt.adapter_v2 import GPT, Config, mark_only_adapter_v2_as_trainable as mark
+            from litgpt.adapter_v2 import GPT, Config
+            from litgpt.adapter_v2 import mark_only_adapter_v2_as_trainable as mark
 
             over["adapter_start_layer"] = 0
         else:
@@ -212,9 +216,9 @@ def main() -> None:
     scale.dropout = lambda x, p=0.5, training=True, inplace=False: torch.native_dropout(x, p, training)[0]  # type: ignore[assignment]
     scale.scaled_dot_product_attention = _attention  # type: ignore[assignment]
     cases = [measure(*case) for case in CASES]
-    print(json.dumps({"litgpt": importlib.metadata.version("litgpt"), "lightning": importlib.metadata.version("lightning"),
-                      "torch": torch.__version__, "vocabulary": VOCABULARY, "length": LENGTH, "rank": RANK,
-                      "cases": cases}, indent=1))  # fmt: skip
+    versions = {name: importlib.metadata.version(name) for name in ("litgpt", "lightning", "torch")}
+    settings = {"vocabulary": VOCABULARY, "length": LENGTH, "rank": RANK}
+    print(json.dumps({**versions, **settings, "cases": cases}, indent=1))
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:

@@ -137,7 +137,7 @@ def test_under_no_sync_every_rank_holds_the_gradients_of_whole_blocks_though_onl
     blocks = sum(count * unit.numel for _, count, unit in many.units.layers)
     later = next(instant for instant in many.instants if instant.phase == "later micro-batch")
     assert later.gradients == 2 * blocks
-    assert later.total_nbytes == many.peak.total_nbytes > one.peak.total_nbytes
+    assert later.gradients > max(instant.gradients for instant in one.instants)
 
 
 def test_embeddings_and_head_are_two_parameters_even_where_the_model_ties_them() -> None:

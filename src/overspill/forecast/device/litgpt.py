@@ -34,6 +34,7 @@ def resolve_litgpt(draft: _Draft) -> None:
         head_chunk=0 if full else 128,
         chunk_softcap=version >= (0, 5, 5),
         names_both_norms=version < (0, 3),
+        adds_attention_first=version >= (0, 5, 5),
     )
     adapter = Adapter("litgpt", method.rank, size, method.dropout) if method.kind == "lora" else None
     values["style"] = replace(values["style"], code="litgpt", norm="python", adapter=adapter, litgpt=code)

@@ -48,7 +48,7 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Between steps: weights with adapters, optimizer state with master, gradients that are kept, library workspaces."""
+    """Between steps: weights with adapters, optimizer state with master, gradients that are kept, workspaces."""
 
     weights: int
     optimizer: int

@@ -27,18 +27,30 @@ def forward(layer: Layer, kind: LayerKind, x: Tensor, run: Run) -> Tensor:
     roles = roles_of(kind)
     facts = kind.attention
     assert facts is not None and kind.mlp is not None
+    code = _facts(layer)
     # Nothing is deleted here: Block.forward's names, and each module's arguments, hold their tensors to the end.
     h = norm(layer, x, "norm_1", kind.norm, kind.hidden)
     attended = _attention(layer, h, facts, roles["attention"], run)
     if kind.norms > 2:
         attended = norm(layer, attended, "norm_1_after", kind.norm, kind.hidden)
+    if code.adds_attention_first:
+        if not kind.parallel_residual:
+            x = ops.add(tape, attended, x)
+            h = norm(layer, x, "norm_2", kind.norm, kind.hidden)
+        else:
+            if kind.norms > 1:
+                h = norm(layer, x, "norm_2", kind.norm, kind.hidden)
+            x = ops.add(tape, attended, x)
+        if kind.norms > 2:
+            return ops.add(
+                tape, norm(layer, _mlp(layer, h, kind, roles["mlp"]), "norm_2_after", kind.norm, kind.hidden), x
+            )
+        return ops.add(tape, _mlp(layer, h, kind, roles["mlp"]), x)
     if kind.parallel_residual:
-        first = h if _facts(layer).names_both_norms else None
+        _first = h if code.names_both_norms else None  # alive to the end
         if kind.norms > 1:
             h = norm(layer, x, "norm_2", kind.norm, kind.hidden)
-        out = _mlp(layer, h, kind, roles["mlp"])
-        del first
-        return ops.add(tape, ops.add(tape, out, attended), x)
+        return ops.add(tape, ops.add(tape, _mlp(layer, h, kind, roles["mlp"]), attended), x)
     x = ops.add(tape, attended, x)
     out = _mlp(layer, norm(layer, x, "norm_2", kind.norm, kind.hidden), kind, roles["mlp"])
     if kind.norms > 2:
