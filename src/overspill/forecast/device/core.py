@@ -82,8 +82,8 @@ def run_of_rank(job: Job, facts: ModelFacts, resolved: Resolved) -> Callable[[La
     targeted = targets_of(job, facts)
     full = job.method.kind == "full"
     flat = resolved.sharding.flat_gradients
-    taken = resolved.sharding.splits_gradients or resolved.update_in_backward or resolved.gradients_at_rest
-    keeps = flat or not taken
+    gone = resolved.sharding.splits_gradients or resolved.update_in_backward or resolved.gradients_at_rest
+    keeps = flat or not gone
 
     def run_of(kind: LayerKind) -> Run:
         return Run(

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from overspill.forecast.device.litgpt import resolve_litgpt
 from overspill.forecast.device.optimizers import optimizer_facts
 from overspill.forecast.device.settings import Assumed, Resolved, Sharding
 from overspill.forecast.device.versions import Versions
 from overspill.forecast.layers.head import LossCode
-from overspill.forecast.layers.litgpt import FIRST_PROMPT
-from overspill.forecast.layers.style import Adapter, LitGpt, Style
+from overspill.forecast.layers.style import Adapter, Style
 from overspill.job import Job
 from overspill.model.facts import ModelFacts
 
@@ -57,7 +57,10 @@ def resolve(job: Job, facts: ModelFacts, *, hopper: bool = False) -> Resolved:
     if name in _HF:
         _hf(draft)
     elif name == "litgpt":
-        _litgpt(draft)
+        resolve_litgpt(draft)
+        _set_optimizer(draft, state_itemsize=draft.values["trained_itemsize"])
+        if job.method.base is not None:  # bnb.optim.PagedAdamW: managed memory, which torch does not count
+            draft.values["optimizer"] = replace(draft.values["optimizer"], on_device=False)
     elif name == "torchtune":
         _torchtune(draft)
     elif name == "torchtitan":
@@ -271,57 +274,6 @@ def _hf_loss(draft: _Draft, plain: LossCode) -> LossCode:
         draft.assume("kernels.loss", "plain", "transformers' own cross-entropy")
         chosen = "plain"
     return {"plain": plain, "fused": "in_place", "fused_linear": "fused_linear", "chunked": "chunked"}[chosen]
-
-
-def _litgpt(draft: _Draft) -> None:
-    """LitGPT's own models under Fabric, in one dtype throughout (bf16-true): docs/theory/litgpt.md, by version."""
-    job, values, method = draft.job, draft.values, draft.job.method
-    version, size = draft.versions["litgpt"], values["trained_itemsize"]
-    values["adapter_itemsize"] = size
-    full = method.kind == "full"
-    prompt = method.kind if method.kind in ("adapter", "adapter_v2") else "none"
-    code = LitGpt(
-        prompt=prompt,
-        wide_norm_weight=version < (0, 2) or version >= (0, 4, 8),
-        late_repeat=version >= (0, 5, 5),
-        pads_in_place=version >= (0, 3, 1),
-        keeps_quantised_input=method.base in ("nf4", "fp4") and _litgpt_bitsandbytes(draft, version) <= (0, 43, 0),
-        head_chunk=0 if full else 128,
-        chunk_softcap=version >= (0, 5, 5),
-    )
-    adapter = Adapter("litgpt", method.rank, size, method.dropout) if method.kind == "lora" else None
-    values["style"] = replace(values["style"], code="litgpt", norm="python", adapter=adapter, litgpt=code)
-    values["caller_holds_logits"] = True
-    values["quantises_head"] = method.base is not None
-    values["unties"] = True  # GPT has wte and lm_head; only pretrain ties them
-    values["frozen_embedding"] = not full
-    values["first_prompt"] = FIRST_PROMPT if prompt != "none" else 0
-    # lit-gpt of 2023 put the longest sample into the first batch, "so potential OOMs happen right away"
-    values["longest_first"] = version < (0, 2)
-    values["holds_last_step"] = version >= (0, 2)
-    if values["longest_first"] and not job.data.lengths:
-        draft.assume("data.lengths", "half of seq_len", "batches after the first, into which lit-gpt puts the longest")
-    sharding: Sharding = values["sharding"]
-    if sharding.kind == "fsdp1":
-        if job.kernels.reentrant is None:
-            values["reentrant"] = False
-        # FSDPStrategy sets use_orig_params and wraps each Block; Fabric's no_backward_sync is FSDP's no_sync
-        values["sharding"] = replace(
-            sharding, flat_gradients=True, accumulates_whole=True, prefetched_units=1, retains_inputs=False,
-            pending_reductions=0,
-        )  # fmt: skip
-    _set_optimizer(draft, state_itemsize=size)
-    if method.base is not None:  # bnb.optim.PagedAdamW: managed memory, which torch does not count
-        values["optimizer"] = replace(values["optimizer"], on_device=False)
-
-
-def _litgpt_bitsandbytes(draft: _Draft, version: tuple[int, ...]) -> tuple[int, ...]:
-    """What a job names, else the pin of LitGPT's own package (its metadata on PyPI)."""
-    if "bitsandbytes" in draft.versions.named:
-        return draft.versions["bitsandbytes"]
-    pinned = (0, 42, 0) if version < (0, 5, 5) else (0, 44, 0)
-    draft.assume("framework.versions.bitsandbytes", ".".join(map(str, pinned)), "pinned by LitGPT")
-    return pinned
 
 
 def _megatron(draft: _Draft) -> None:

@@ -7,14 +7,14 @@ are put one after the other: what earlier layers kept, what is gathered, which g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from overspill.forecast.device.ends import early_layers, final_figures
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units, optimizer_nbytes
 from overspill.forecast.device.zero import zero_gathered_nbytes
 from overspill.forecast.layers.figures import LayerFigures, layer_figures
-from overspill.forecast.layers.head import HeadFigures, head_figures
-from overspill.forecast.layers.litgpt_head import litgpt_head_figures
+from overspill.forecast.layers.head import HeadFigures
 from overspill.forecast.layers.run import Run
 from overspill.forecast.tape import Category
 from overspill.model.facts import LayerKind, ModelFacts
@@ -49,7 +49,7 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Between steps: weights with adapters, optimizer state with master, kept gradients, workspaces of libraries."""
+    """Between steps: weights with adapters, optimizer state with master, gradients that are kept, workspaces."""
 
     weights: int
     optimizer: int
@@ -105,49 +105,9 @@ def instants(
     rest = resting(units, resolved)
     layers = [(kind, count, unit, layer_figures(kind, run_of(kind))) for kind, count, unit in units.layers]
     last = stage == resolved.pipeline - 1
-    head = _head(facts, resolved, run_of(layers[-1][0]), units) if last else None
-    early = _early_layers(resolved, [(kind, run_of(kind)) for kind, _, _ in units.layers]) if stage == 0 else {}
+    head = final_figures(facts, resolved, run_of(layers[-1][0]), units) if last else None
+    early = early_layers(resolved, [(kind, run_of(kind)) for kind, _, _ in units.layers]) if stage == 0 else {}
     return _Step(facts, units, resolved, rest, layers, head, stage, early).instants()
-
-
-def _early_layers(resolved: Resolved, kinds: list[tuple[LayerKind, Run]]) -> dict[int, LayerFigures]:
-    """By position: layers whose input needs no gradient as nothing before them is trained, or without the prompt."""
-    code = resolved.style.litgpt
-    if code is None or not resolved.frozen_embedding:
-        return {}
-    early = {}
-    for kind, run in kinds:
-        for position in kind.positions:
-            prompted = position >= resolved.first_prompt
-            first = position == 0 if code.prompt != "adapter" else position <= resolved.first_prompt
-            if first or not prompted:
-                early[position] = layer_figures(kind, replace(run, input_needs_grad=not first, prompted=prompted))
-    return early
-
-
-def _head(facts: ModelFacts, resolved: Resolved, run: Run, units: Units) -> HeadFigures | None:
-    if facts.head is None:
-        return None
-    if resolved.sharding.flat_gradients and not units.head.trained_numel + units.head.adapter_numel:
-        run = replace(run, trained=lambda name: False)
-    if resolved.style.code == "litgpt":
-        return litgpt_head_figures(run, hidden=facts.hidden, vocab=facts.vocab, final_norm=facts.text.final_norm,
-                                   softcap=facts.logits_softcap is not None)  # fmt: skip
-    return head_figures(
-        run,
-        code=resolved.loss,
-        shift=resolved.logits,
-        hidden=facts.hidden,
-        vocab=facts.vocab,
-        final_norm=facts.text.final_norm,
-        softcap=facts.logits_softcap is not None,
-        scaled=facts.logits_scaled,
-        caller_holds_logits=resolved.caller_holds_logits,
-        converts_outputs=resolved.converts_outputs,
-        chunks=resolved.loss_chunks,
-        vocab_split=resolved.tensor if resolved.loss_parallel else 1,
-        compiled=resolved.compiled_loss,
-    )
 
 
 class _Step:
@@ -180,8 +140,7 @@ class _Step:
         ]
 
     def instants(self) -> list[Instant]:
-        result = [self._load(), *self._forward(), *self._backward(), self._reduction(), self._step()]
-        return [one for one in result if one is not None]
+        return [self._load(), *self._forward(), *self._backward(), self._step()]
 
     def _instant(self, phase: str, *, gradients: float = 0, activations: float = 0, logits: float = 0,
                  communication: float = 0, temporaries: float = 0) -> Instant:  # fmt: skip
@@ -271,15 +230,9 @@ class _Step:
         if self.head is not None:
             head = self.head
             if head.answer_nbytes + last + last_logits > head.forward_nbytes:
-                result.append(
-                    self._instant(
-                        "head",
-                        gradients=self._earlier_gradients(),
-                        activations=kept + base + flight * whole + last,
-                        logits=head.answer_nbytes + last_logits,
-                        communication=self._gathered_root(),
-                    )
-                )
+                held = {"activations": kept + base + flight * whole + last, "logits": head.answer_nbytes + last_logits}
+                earlier, root = self._earlier_gradients(), self._gathered_root()
+                result.append(self._instant("head", gradients=earlier, communication=root, **held))
             logits = head.logits_nbytes
             result.append(
                 self._instant(
@@ -306,8 +259,9 @@ class _Step:
     def _earlier_gradients(self) -> float:
         """Gradients that are there when a micro-batch begins: those of the micro-batches before it."""
         resolved = self.resolved
-        never = resolved.longest_first or resolved.gradients_at_rest or resolved.update_in_backward
-        if never or resolved.accumulation == 1:
+        if resolved.accumulation == 1 or resolved.longest_first:
+            return 0
+        if resolved.gradients_at_rest or resolved.update_in_backward:
             return 0
         return self._all_gradients()
 
@@ -364,12 +318,12 @@ class _Step:
             previous = unit
             if sharding.flat_gradients:
                 # the pieces are in the layer's own backward; then one tensor is made of them
-                unreduced, own = 0, max(own, round(figures.boundary_nbytes + 2 * self._whole_gradients(unit)))
-            in_layer = 0 if earlier else figures.gradients_at_peak_nbytes * (0 if sharding.splits_gradients else 1)
+                unreduced, own = 0.0, max(own, round(figures.boundary_nbytes + 2 * self._unreduced(unit)))
+            in_layer = 0 if sharding.splits_gradients else figures.gradients_at_peak_nbytes
             one = self._instant(
                 "backward of a layer",
-                gradients=before + done + in_layer + tied,
-                activations=kept + base + retained + own - (in_layer if not sharding.splits_gradients else 0),
+                gradients=before + done + (0 if earlier else in_layer),  # earlier ones are added to in place
+                activations=kept + base + retained + own - in_layer,
                 logits=self.head.held_nbytes if self.head is not None else 0,
                 communication=root
                 + self._gathered_layer(unit, alive, sharding.copied_in_backward)
@@ -409,8 +363,8 @@ class _Step:
         number = len(self.order) - 1
         unit, figures = self.layers[self.order[number]][2], self._figures(number)
         before = (self.kept - self._kept_of(number) + self._inputs()) // 2
-        made = round(figures.boundary_nbytes / 2 + 2 * self._whole_gradients(unit))
-        own = max(self._own_backward(number, figures) // 2, made)
+        joined = round(figures.boundary_nbytes / 2 + 2 * self._unreduced(unit))
+        own = max(self._own_backward(number, figures) // 2, joined)
         return self._instant(
             "later micro-batch",
             gradients=self._all_gradients(),
@@ -442,11 +396,9 @@ class _Step:
             figures.recorded_nbytes + figures.output_nbytes,
         )
 
-    def _whole_gradients(self, unit: Unit) -> float:
-        """A unit's gradients before they are reduced, in the dtype that they come in and in that of the reduction."""
+    def _unreduced(self, unit: Unit) -> float:
+        """Gradients of one unit before they are reduced, beside what a rank keeps of them."""
         sharding = self.resolved.sharding
-        if sharding.kind not in ("fsdp1", "fsdp2") or sharding.ranks == 1:
-            return 0
         trained = unit.trained_numel + unit.adapter_numel
         if sharding.flat_gradients and trained:
             trained = unit.numel
@@ -466,12 +418,6 @@ class _Step:
                 before = 0  # the root is reduced last
             return trained * sharding.gathered_itemsize + before * sharding.reduce_itemsize
         return self._whole_gradients(unit) * (1 + sharding.pending_reductions)
-
-    def _reduction(self) -> Instant | None:
-        sharding = self.resolved.sharding
-        if sharding.kind not in ("zero1", "zero2", "zero3", "ddp"):
-            return None
-        return None
 
     def _step(self) -> Instant:
         resolved, sharding = self.resolved, self.resolved.sharding

@@ -198,7 +198,7 @@ def _layer_unit(
                 groups = owner.in_features / (method.group_size or owner.in_features)
                 quantised += 2.5 * groups * numel / owner.in_features  # an fp16 scale and a 4-bit zero
                 quantised += 4 * owner.in_features * owner.experts if quantised_as == "gptq4" else 0  # g_idx, int32
-        elif trained or (second and owner is None):  # adapter_v2 trains the norms
+        elif trained or (second and name.rpartition(".")[0] not in linears):  # adapter_v2 trains the norms
             trained_numel += numel
             expert_numel += numel if is_expert else 0
             largest = max(largest, numel)

@@ -28,8 +28,8 @@ class LayerFigures:
     without and with recording. backward: of a backward that starts from what was kept; recomputed: of one in which the
     input and the recomputed output are held besides, as reentrant checkpointing does. gradients: parameters' gradients
     that stay afterwards; at_peak: those of them that are there at the highest instant. selected: what selective
-    checkpointing keeps: the input, attention's result, and every second matmul's (torchtitan's policy).
-    outliving: of what was kept, what backward does not free, as autograd functions that hang tensors on their context.
+    checkpointing keeps: the input, attention's result, and every second matmul's (torchtitan's policy). outliving: of
+    what was kept, what backward does not free, as autograd functions that hang tensors on their context.
     """
 
     boundary_nbytes: int
@@ -103,6 +103,7 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
     del held, out, x
     tape.leaf_grads.clear()
     tape.outliving.clear()
+    tape.gradients.clear()
     assert memory.total_nbytes == 0 or node is not None
 
     out = forward_of(layer, kind, new_input(), run)

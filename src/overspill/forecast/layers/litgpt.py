@@ -1,5 +1,4 @@
-"""A layer as LitGPT writes it: one matrix for queries, keys and values, its own LoRA and LLaMA-Adapter, norms through
-fp32.
+"""A layer as LitGPT writes it: one matrix for queries, keys and values, its own LoRA, LLaMA-Adapter, norms in fp32.
 
 Read and run: litgpt/model.py, lora.py, adapter.py and adapter_v2.py of 0.2.0 to 0.5.12, and lit_gpt of late 2023. What
 differs by version is in `LitGpt` (layers/style.py); docs/theory/litgpt.md says what each operation keeps, and
@@ -28,21 +27,35 @@ def forward(layer: Layer, kind: LayerKind, x: Tensor, run: Run) -> Tensor:
     roles = roles_of(kind)
     facts = kind.attention
     assert facts is not None and kind.mlp is not None
+    code = _facts(layer)
+    # Nothing is deleted here: Block.forward's names, and each module's arguments, hold their tensors to the end.
     h = norm(layer, x, "norm_1", kind.norm, kind.hidden)
     attended = _attention(layer, h, facts, roles["attention"], run)
     if kind.norms > 2:
         attended = norm(layer, attended, "norm_1_after", kind.norm, kind.hidden)
+    if code.adds_attention_first:
+        if not kind.parallel_residual:
+            x = ops.add(tape, attended, x)
+            h = norm(layer, x, "norm_2", kind.norm, kind.hidden)
+        else:
+            if kind.norms > 1:
+                h = norm(layer, x, "norm_2", kind.norm, kind.hidden)
+            x = ops.add(tape, attended, x)
+        if kind.norms > 2:
+            return ops.add(
+                tape, norm(layer, _mlp(layer, h, kind, roles["mlp"]), "norm_2_after", kind.norm, kind.hidden), x
+            )
+        return ops.add(tape, _mlp(layer, h, kind, roles["mlp"]), x)
     if kind.parallel_residual:
-        second = h if kind.norms < 2 else norm(layer, x, "norm_2", kind.norm, kind.hidden)
-        del h
-        return ops.add(tape, ops.add(tape, _mlp(layer, second, kind, roles["mlp"]), attended), x)
-    del h
+        _first = h if code.names_both_norms else None  # alive to the end
+        if kind.norms > 1:
+            h = norm(layer, x, "norm_2", kind.norm, kind.hidden)
+        return ops.add(tape, ops.add(tape, _mlp(layer, h, kind, roles["mlp"]), attended), x)
     x = ops.add(tape, attended, x)
-    del attended
-    h = _mlp(layer, norm(layer, x, "norm_2", kind.norm, kind.hidden), kind, roles["mlp"])
+    out = _mlp(layer, norm(layer, x, "norm_2", kind.norm, kind.hidden), kind, roles["mlp"])
     if kind.norms > 2:
-        h = norm(layer, h, "norm_2_after", kind.norm, kind.hidden)
-    return ops.add(tape, h, x)
+        out = norm(layer, out, "norm_2_after", kind.norm, kind.hidden)
+    return ops.add(tape, out, x)
 
 
 def _facts(layer: Layer) -> LitGpt:
@@ -51,7 +64,7 @@ def _facts(layer: Layer) -> LitGpt:
 
 
 def norm(layer: Layer, x: Tensor, name: str, kind: NormKind, width: int) -> Tensor:
-    """RMSNorm: x.float(); mean(x * x); x * rsqrt; times the weight, before or after the cast. LayerNorm: torch's."""
+    """RMSNorm: x.float(); mean(x * x); x * rsqrt; times the weight, cast back before or after. LayerNorm: torch's."""
     if kind == "none":
         return x
     tape, code = layer.tape, _facts(layer)
@@ -63,15 +76,12 @@ def norm(layer: Layer, x: Tensor, name: str, kind: NormKind, width: int) -> Tens
         return ops.fused(tape, (x, weight, bias), x.numel, x.itemsize, saves=(x,), extra_saved_nbytes=2 * FP32 * rows)
     size = x.itemsize
     wide = ops.cast(tape, x, FP32)
-    del x
     factor = ops.elementwise(tape, _mean(tape, ops.mul(tape, wide, wide), rows), saves_output=True)
-    wide = ops.mul(tape, wide, factor)
-    del factor
+    normed = ops.mul(tape, wide, factor)
     if code.wide_norm_weight:
-        return ops.cast(tape, ops.mul_weight(tape, wide, weight), size)
-    narrow = ops.cast(tape, wide, size)
-    del wide
-    return ops.mul_weight(tape, narrow, weight)
+        return ops.cast(tape, ops.mul_weight(tape, normed, weight), size)
+    normed = ops.cast(tape, normed, size)
+    return ops.mul_weight(tape, normed, weight)
 
 
 def _mean(tape: Tape, x: Tensor, rows: int) -> Tensor:
@@ -89,22 +99,21 @@ def _mlp(layer: Layer, x: Tensor, kind: LayerKind, roles: dict[str, LinearShape]
     tape, inner = layer.tape, kind.mlp.intermediate
     out = roles["down"].out_features
     if kind.mlp.kind == "plain":
-        h = ops.silu(tape, linear(layer, x, roles["up"], inner))
+        h = linear(layer, x, roles["up"], inner)
+        h = ops.silu(tape, h)
     else:
         gate = linear(layer, x, roles.get("gate", roles.get("gate_up", roles["down"])), inner)
         up = linear(layer, x, roles.get("up", roles.get("gate_up", roles["down"])), inner)
         h = ops.mul(tape, ops.silu(tape, gate), up)
-        del gate, up
-    del x
     return linear(layer, h, roles["down"], out)
 
 
 def linear(layer: Layer, x: Tensor, shape: LinearShape, width: int) -> Tensor:
     """A linear module by the method: LoRALinear, AdapterV2Linear, or torch's (bitsandbytes' where quantised)."""
     tape, code, adapter = layer.tape, _facts(layer), layer.style.adapter
-    base = _base(layer, x, shape.name, shape.bias, width)
     if code.prompt == "adapter_v2":
-        return _scaled(layer, base, width)
+        return _scaled(layer, x, shape, width)
+    base = _base(layer, x, shape.name, shape.bias, width)
     if adapter is None or not layer.targeted(shape.name):
         return base
     # (dropout(x) @ A.T @ B.T) * scaling, added to the base's result
@@ -122,10 +131,11 @@ def _rows(x: Tensor, shape: LinearShape) -> int:
     return x.numel // shape.in_features
 
 
-def _scaled(layer: Layer, base: Tensor, width: int) -> Tensor:
+def _scaled(layer: Layer, x: Tensor, shape: LinearShape, width: int) -> Tensor:
     """AdapterV2Linear: adapter_scale * (linear(x) + adapter_bias). The sum is kept for the scale's gradient."""
     tape = layer.tape
     size = layer.style.weight
+    base = _base(layer, x, shape.name, shape.bias, width)
     bias = Parameter(width, size, trained=True, keeps_grad=layer.keeps_grads)
     scale = Parameter(width, size, trained=True, keeps_grad=layer.keeps_grads)
     needs, itemsize = base.requires_grad, base.itemsize
@@ -196,7 +206,6 @@ def _attention(layer: Layer, x: Tensor, facts: AttentionFacts, roles: dict[str, 
     grouped = groups < heads
     q = tape.view(packed, all_heads)
     k, v = tape.view(packed, tokens * facts.key_width), tape.view(packed, tokens * facts.value_width)
-    del packed
     if grouped and not code.late_repeat:
         # expand and reshape: a view for one group, else copies, of the queries too as they stand between the others
         if groups == 1:
@@ -208,14 +217,14 @@ def _attention(layer: Layer, x: Tensor, facts: AttentionFacts, roles: dict[str, 
         q = norm(layer, q, "q_norm", facts.norm, facts.head_dim)
         k = norm(layer, k, "k_norm", facts.norm, facts.head_dim)
     if facts.rotary_dim:
-        q, k = _rope(tape, q, facts), _rope(tape, k, facts)
+        q_roped, k_roped = _rope(tape, q, facts), _rope(tape, k, facts)
+        q = parts.join(tape, (q_roped, _slice(tape, q, q.numel - q_roped.numel)), q.numel)
+        k = parts.join(tape, (k_roped, _slice(tape, k, k.numel - k_roped.numel)), k.numel)
     if grouped and code.late_repeat:
         k, v = parts.repeat(tape, k, heads // groups), parts.repeat(tape, v, heads // groups)
     out = _scores(layer, q, k, v, facts)
-    del k, v
     if code.prompt != "none" and run.prompted:
         out = _prompt(layer, q, out, facts)
-    del q
     return linear(layer, _side_by_side(tape, out), roles["o"], roles["o"].out_features)
 
 
@@ -241,10 +250,7 @@ def _prompt(layer: Layer, q: Tensor, out: Tensor, facts: AttentionFacts) -> Tens
         tape, (q, keys), out.numel, out.itemsize, saves=(q, keys), extra_saved_nbytes=lse, saves_output=True,
         backward_scratch_nbytes=lse,
     )  # fmt: skip
-    del q, keys
-    gated = ops.mul_weight(tape, asked, gate)
-    del asked
-    return ops.add(tape, out, gated)
+    return ops.add(tape, out, ops.mul_weight(tape, asked, gate))
 
 
 def _scores(layer: Layer, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts) -> Tensor:
@@ -277,19 +283,17 @@ def _slice(tape: Tape, x: Tensor, numel: int) -> Tensor:
 
 
 def _rope(tape: Tape, x: Tensor, facts: AttentionFacts) -> Tensor:
-    """apply_rope with an fp32 table: x * cos + cat(-x2, x1) * sin in fp32, cast back, cat with what is not rotated."""
+    """apply_rope on the share that is rotated, with an fp32 table: x * cos + cat(-x2, x1) * sin, cast back."""
     numel, size = x.numel, x.itemsize
     rotated = int(numel * facts.rotary_dim / facts.head_dim)
     share = _slice(tape, x, rotated)
     first, second = _slice(tape, share, rotated // 2), _slice(tape, share, rotated // 2)
     turned = parts.join(tape, (ops.scale(tape, second), first), rotated)
-    del first, second
     straight = ops.elementwise(tape, share, itemsize=FP32, scratch=2)
-    turned = ops.elementwise(tape, turned, itemsize=FP32, scratch=2)
-    del share
-    roped = ops.cast(tape, ops.add(tape, straight, turned), size)
-    del straight, turned
-    return parts.join(tape, (roped, _slice(tape, x, numel - rotated)), numel)
+    wide = ops.elementwise(tape, turned, itemsize=FP32, scratch=2)
+    roped = ops.add(tape, straight, wide)
+    del straight, wide
+    return ops.cast(tape, roped, size)
 
 
 def _qkv(layer: Layer, x: Tensor, facts: AttentionFacts, roles: dict[str, LinearShape]) -> Tensor:
@@ -314,10 +318,12 @@ def _qkv(layer: Layer, x: Tensor, facts: AttentionFacts, roles: dict[str, Linear
     del a
     if facts.kv_heads < facts.heads and len(chosen) > 1:
         b = ops.elementwise(tape, b)  # each part's convolution is its own, then cat
+    padded = b
     if len(chosen) < 3:
-        b = _zero_pad(tape, b, tokens * total, copies=layer.tokens > layer.seq_len and not _facts(layer).pads_in_place)
-    b = ops.scale(tape, b)
-    return ops.add(tape, out, b)
+        copies = layer.tokens > layer.seq_len and not _facts(layer).pads_in_place
+        padded = _zero_pad(tape, b, tokens * total, copies=copies)
+    padded = ops.scale(tape, padded)
+    return ops.add(tape, out, padded)
 
 
 def _zero_pad(tape: Tape, b: Tensor, numel: int, *, copies: bool) -> Tensor:

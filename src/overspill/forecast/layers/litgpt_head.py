@@ -1,9 +1,9 @@
 """The end of a LitGPT step: final norm, head and loss, in chunks where the fine-tuning scripts ask for them.
 
 litgpt/lora.py and adapter.py: ``[lm_head(x_i) for x_i in x.split(128, dim=1)]``; litgpt/utils.py:
-chunked_cross_entropy.
-In between stands Lightning Fabric, whose module casts outputs to the default dtype: logits are fp32, whatever the
-precision (lightning/fabric/wrappers.py, plugins/precision/half.py: convert_output). The loop keeps them until the next.
+chunked_cross_entropy. In between stands Lightning Fabric, whose module casts outputs to the default dtype: logits are
+fp32, whatever the precision (lightning/fabric/wrappers.py, plugins/precision/half.py: convert_output). The loop keeps
+them until the model has answered again.
 """
 
 from __future__ import annotations

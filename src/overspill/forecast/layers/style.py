@@ -39,6 +39,8 @@ class LitGpt:
     LoRA's update is padded without transposes. keeps_quantised_input: bitsandbytes' 4-bit matmul holds its input.
     head_chunk: positions that go through head and loss at a time in the model; 0: all at once. loss_chunk: rows of one
     cross-entropy where the head's output is whole. chunk_softcap: the capping of logits applies to chunks too.
+    names_both_norms: a block with parallel branches holds the first norm's result while the second's is used.
+    adds_attention_first: both kinds of block end in mlp(normed) + x, with one name for both norms' results.
     """
 
     prompt: Literal["none", "adapter", "adapter_v2"] = "none"
@@ -49,6 +51,8 @@ class LitGpt:
     head_chunk: int = 128
     loss_chunk: int = 128
     chunk_softcap: bool = False
+    names_both_norms: bool = False
+    adds_attention_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,7 @@ class Tape:
         self.grad_enabled = True
         self.leaf_grads: list[Tensor] = []
         self.outliving: list[Tensor] = []  # held by nodes as attributes: until the graph is dropped, not only run
+        self.gradients: list[Tensor] = []  # of parameters, which nobody else may hold
         self._number = 0
 
     def next_number(self) -> int:
@@ -271,6 +272,7 @@ class Tape:
             parameter.grad = Tensor(storage, grad.numel, grad.itemsize)
         else:
             parameter.grad = self.new(parameter.numel, parameter.itemsize, Category.GRADIENTS)
+        self.gradients.append(parameter.grad)
 
 
 def _keep(tape: Tape, grad: Tensor) -> Sequence[Tensor | None]:
