@@ -318,7 +318,7 @@ class _Step:
             previous = unit
             if sharding.flat_gradients:
                 # the pieces are in the layer's own backward; then one tensor is made of them
-                unreduced, own = 0.0, max(own, round(figures.boundary_nbytes + 2 * self._unreduced(unit)))
+                unreduced, own = 0.0, max(own, round(figures.boundary_nbytes + 2 * self._whole_gradients(unit)))
             in_layer = 0 if sharding.splits_gradients else figures.gradients_at_peak_nbytes
             one = self._instant(
                 "backward of a layer",
@@ -363,7 +363,7 @@ class _Step:
         number = len(self.order) - 1
         unit, figures = self.layers[self.order[number]][2], self._figures(number)
         before = (self.kept - self._kept_of(number) + self._inputs()) // 2
-        joined = round(figures.boundary_nbytes / 2 + 2 * self._unreduced(unit))
+        joined = round(figures.boundary_nbytes / 2 + 2 * self._whole_gradients(unit))
         own = max(self._own_backward(number, figures) // 2, joined)
         return self._instant(
             "later micro-batch",
@@ -396,7 +396,7 @@ class _Step:
             figures.recorded_nbytes + figures.output_nbytes,
         )
 
-    def _unreduced(self, unit: Unit) -> float:
+    def _whole_gradients(self, unit: Unit) -> float:
         """Gradients of one unit before they are reduced, beside what a rank keeps of them."""
         sharding = self.resolved.sharding
         trained = unit.trained_numel + unit.adapter_numel
