@@ -253,6 +253,49 @@ def _hf(draft: _Draft) -> None:
         _set_optimizer(draft, state_itemsize=values["adapter_itemsize"])
     else:
         _set_optimizer(draft, state_itemsize=weight)
+    if sharding.kind in ("zero1", "zero2", "zero3"):
+        _deepspeed(draft)
+
+
+def _deepspeed(draft: _Draft) -> None:
+    """DeepSpeed's engine under ZeRO: the whole module in the compute dtype, an fp32 master of this rank's partition.
+
+    deepspeed/runtime/engine.py, _configure_distributed_model, and runtime/zero, 0.9 to 0.19; docs/theory/frameworks.md.
+    """
+    job, values = draft.job, draft.values
+    sharding: Sharding = values["sharding"]
+    size = ITEMSIZE[job.model.autocast or job.model.dtype]
+    style: Style = values["style"]
+    adapter = None if style.adapter is None else replace(style.adapter, itemsize=size)
+    values["style"] = replace(
+        style, residual=size if style.residual == style.weight else style.residual, weight=size, compute=size,
+        autocast=False, adapter=adapter,
+    )  # fmt: skip
+    for name in ("trained_itemsize", "gradient_itemsize", "frozen_itemsize", "adapter_itemsize"):
+        values[name] = size
+    values["converts_outputs"] = False
+    third = sharding.kind == "zero3"
+    on_host = job.offload.optimizer != "device"
+    values["gradients_on_host"] = on_host
+    values["gradients_at_rest"] = third and not on_host  # grad_partitions_flat_buffer
+    values["weights_on_host"] = third and job.offload.weights != "device"
+    zero_init = job.parallel.zero_init
+    if third and zero_init is None:
+        # transformers' from_pretrained partitions while it loads, once TrainingArguments have read the file.
+        zero_init = job.framework.name not in ("deepspeed", "torch")
+        draft.assume("parallel.zero_init", zero_init, "a script without zero.Init loads the model whole on each rank")
+    values["loads_whole"] = third and not zero_init
+    if values["loads_whole"]:
+        draft.notes.append("Without zero.Init each rank first has the whole model on its device (engine.py moves it).")
+    values["sharding"] = replace(
+        sharding,
+        gathered_itemsize=size,
+        reduce_itemsize=size if job.parallel.reduce_dtype == "auto" else ITEMSIZE[job.parallel.reduce_dtype],
+        stage_1_buckets=draft.versions["deepspeed"] >= (0, 5),  # from then on stage 1 is stage 2's optimizer
+    )
+    # In stage 3 an fp32 partition is its own master (stage3.py, _create_fp32_partitions).
+    master = 0 if third and size == 4 else 4
+    _set_optimizer(draft, state_itemsize=4, fused=job.framework.name == "deepspeed", master=master)
 
 
 def _hf_logits(transformers: tuple[int, ...]) -> LossCode:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units, optimizer_nbytes
-from overspill.forecast.device.zero import zero_gathered_nbytes
+from overspill.forecast.device.zero import (
+    backward_buffers_nbytes, gathered_nbytes, resting_buffers_nbytes, step_nbytes, turn_nbytes,
+)  # fmt: skip
 from overspill.forecast.layers.figures import LayerFigures, layer_figures
 from overspill.forecast.layers.head import HeadFigures, head_figures
 from overspill.forecast.layers.run import Run
@@ -48,22 +50,26 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Between steps: weights with adapters, optimizer state with master, gradients that are kept, library workspaces."""
+    """Between steps: weights with adapters, optimizer state with master, gradients that are kept, library workspaces,
+    buffers of communication."""
 
     weights: int
     optimizer: int
     gradients: int
     workspace: int
+    buffers: int = 0
 
     @property
     def total_nbytes(self) -> int:
-        return self.weights + self.optimizer + self.gradients + self.workspace
+        return self.weights + self.optimizer + self.gradients + self.workspace + self.buffers
 
 
 def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Resting:
     """Formula `resting`. step_done False: before the first step, when there is no optimizer state yet."""
     sharding = resolved.sharding
     weight_share = 1 / sharding.ranks if sharding.splits_weights else 1.0
+    if resolved.weights_on_host:
+        weight_share = 0.0
     optimizer_share = 1 / sharding.ranks if sharding.splits_optimizer else 1.0
     gradient_share = 1 / sharding.ranks if sharding.splits_gradients else 1.0
     expert_share = 1 / resolved.expert_ranks if sharding.splits_optimizer else 1.0
@@ -88,7 +94,8 @@ def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Rest
     kept = 0.0
     if resolved.gradients_at_rest:
         kept = units.total(lambda unit: gradient_share * _gradient_nbytes(unit, resolved))
-    return Resting(round(units.total(weights)), round(state), round(kept), resolved.workspace_nbytes)
+    buffers = resting_buffers_nbytes(units, resolved)
+    return Resting(round(units.total(weights)), round(state), round(kept), resolved.workspace_nbytes, buffers)
 
 
 def _gradient_nbytes(unit: Unit, resolved: Resolved) -> float:
@@ -168,12 +175,15 @@ class _Step:
             gradients=round(rest.gradients + gradients),
             activations=round(activations),
             logits=round(logits),
-            communication=round(communication),
+            communication=round(communication + rest.buffers),
             temporaries=round(temporaries + rest.workspace),
         )
 
     def _load(self) -> Instant:
         largest = max((unit.largest_numel or unit.quantised_numel for _, _, unit in self._all_units()), default=0)
+        if self.resolved.loads_whole:
+            whole = self.units.total(lambda unit: unit.numel * self.resolved.style.weight + unit.quantised_nbytes)
+            return Instant("load", weights=round(whole), temporaries=largest * self.resolved.style.compute)
         return Instant("load", weights=self.rest.weights, temporaries=largest * self.resolved.style.compute)
 
     def _all_units(self) -> list[tuple[str, int, Unit]]:
@@ -196,7 +206,9 @@ class _Step:
         """FSDP: what stands outside the layers is one unit, gathered from the first forward to the last backward; where
         embeddings and head are units of their own, only ``parts`` are gathered."""
         sharding = self.resolved.sharding
-        if not sharding.splits_weights or sharding.kind == "zero3":
+        if sharding.kind == "zero3":
+            return turn_nbytes(self.units, sharding) if parts else 0
+        if not sharding.splits_weights:
             return 0
         outer = parts if sharding.wrap_embeddings else (self.units.embedding, self.units.head, self.units.root)
         numel = sum(unit.numel for unit in outer)
@@ -211,7 +223,7 @@ class _Step:
             return 0
         one = unit.numel * sharding.gathered_itemsize + unit.quantised_nbytes
         if sharding.kind == "zero3":
-            return zero_gathered_nbytes(self.units, unit, sharding)
+            return gathered_nbytes(self.units, unit, sharding)
         return one * (units_alive + copied)
 
     def _forward(self) -> list[Instant]:
@@ -265,12 +277,16 @@ class _Step:
 
     def _all_gradients(self) -> float:
         resolved = self.resolved
+        if resolved.gradients_on_host:
+            return 0.0
         share = 1 / resolved.sharding.ranks if resolved.sharding.splits_gradients else 1.0
         return self.units.total(lambda unit: share * _gradient_nbytes(unit, resolved))
 
     def _backward(self) -> list[Instant]:
         resolved, sharding = self.resolved, self.resolved.sharding
         share = 1 / sharding.ranks if sharding.splits_gradients else 1.0
+        share = 0.0 if resolved.gradients_on_host else share
+        buffers = backward_buffers_nbytes(self.units, resolved)
         before = self._earlier_gradients()
         done = 0.0
         base = self._inputs() + self.flight
@@ -313,7 +329,7 @@ class _Step:
                 gradients=before + done + in_layer + tied,
                 activations=kept + base + retained + own - (in_layer if not sharding.splits_gradients else 0),
                 logits=self.head.held_nbytes if self.head is not None else 0,
-                communication=root + self._gathered_layer(unit, alive, sharding.copied_in_backward) + unreduced + root_gradient,
+                communication=root + self._gathered_layer(unit, alive, sharding.copied_in_backward) + unreduced + root_gradient + buffers,
             )
             if best is None or one.total_nbytes > best.total_nbytes:
                 best = one
@@ -335,7 +351,7 @@ class _Step:
                     gradients=before + done + tied,
                     activations=base + retained,
                     temporaries=dense,
-                    communication=root + root_gradient,
+                    communication=root + root_gradient + buffers,
                 )
             )
         return result
@@ -380,20 +396,29 @@ class _Step:
         return (full + wide) * (1 + sharding.pending_reductions)
 
     def _reduction(self) -> Instant | None:
-        sharding, resolved = self.resolved.sharding, self.resolved
-        if sharding.kind not in ("zero1", "zero2", "zero3", "ddp"):
+        """ZeRO 1: all gradients are there, a bucket, and the copy of what this rank keeps of them."""
+        resolved, sharding = self.resolved, self.resolved.sharding
+        if sharding.kind != "zero1" or sharding.ranks == 1:
             return None
-        return None
+        whole = 0.0 if resolved.gradients_at_rest else self._all_gradients()
+        return self._instant(
+            "reduction of gradients",
+            gradients=whole * (1 + 1 / sharding.ranks),
+            communication=backward_buffers_nbytes(self.units, resolved),
+        )
 
     def _step(self) -> Instant:
         resolved, sharding = self.resolved, self.resolved.sharding
         share = 1 / sharding.ranks if sharding.splits_optimizer else 1.0
         facts = resolved.optimizer
         gradients = 0.0 if resolved.gradients_at_rest else self._all_gradients()
+        if sharding.kind == "zero1":
+            gradients *= share  # what other ranks update is let go first (free_grad_in_param_list)
         if resolved.update_in_backward:
             largest = max(unit.largest_numel for _, _, unit in self._all_units())
             return self._instant("optimizer step", temporaries=largest * (facts.step or facts.step_largest))
         trained = self.units.total(lambda unit: share * (unit.trained_numel + unit.adapter_numel))
         largest = max(unit.largest_numel for _, _, unit in self._all_units()) * share
-        temporaries = trained * facts.step + largest * facts.step_largest
+        temporaries = trained * facts.step + largest * facts.step_largest if facts.on_device else 0.0
+        temporaries += step_nbytes(self.units, resolved, share)
         return self._instant("optimizer step", gradients=gradients, temporaries=temporaries)

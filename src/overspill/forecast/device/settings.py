@@ -68,6 +68,9 @@ class Sharding:
     copied_units: int = 0
     copied_in_backward: int = 0
     reduces_one_behind: bool = False
+    max_reuse_numel: int = 1_000_000_000
+    sub_group_numel: int = 1_000_000_000
+    stage_1_buckets: bool = True
     casts_shards: bool = False
 
     @property
@@ -119,6 +122,9 @@ class Resolved:
     workspace_nbytes: int
     quantises_head: bool = False
     compiled_loss: bool = False
+    gradients_on_host: bool = False
+    weights_on_host: bool = False
+    loads_whole: bool = False
     expert_ranks: int = 1
     assumed: tuple[Assumed, ...] = ()
     notes: tuple[str, ...] = field(default=())
