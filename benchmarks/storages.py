@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,6 +131,14 @@ class _Stack(torch.nn.Module):
         return self.head(x).float().sum()
 
 
+def _forward(model: torch.nn.Module, ids: torch.Tensor, box: list[torch.Tensor]) -> None:
+    box.append(model(ids))
+
+
+def _backward(box: list[torch.Tensor]) -> None:
+    box.pop().backward()
+
+
 def _fsdp_rank(rank: int, kind: str, port: int) -> None:
     import torch.distributed as dist
 
@@ -157,7 +166,7 @@ def _fsdp_rank(rank: int, kind: str, port: int) -> None:
     ids = torch.randint(0, vocab, (1, 8))
     for _ in range(2):
         box: list[torch.Tensor] = []
-        phases = (("forward", lambda: box.append(model(ids))), ("backward", lambda: box.pop().backward()))
+        phases = (("forward", partial(_forward, model, ids, box)), ("backward", partial(_backward, box)))
         if rank == 0:
             seen = alive(phases)
         else:
@@ -166,7 +175,8 @@ def _fsdp_rank(rank: int, kind: str, port: int) -> None:
         model.zero_grad()
     if rank == 0:
         unit, root = 4 * width * width, 2 * vocab * width
-        print(f"[{kind}]", {"unit_numel": unit, "root_numel": root, "ranks": 2, **{k: list(v) for k, v in seen.items()}})
+        figures = {name: list(found) for name, found in seen.items()}
+        print(f"[{kind}]", {"unit_numel": unit, "root_numel": root, "ranks": 2, **figures})
     dist.destroy_process_group()
 
 

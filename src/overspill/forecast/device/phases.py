@@ -7,99 +7,19 @@ are put one after the other: what earlier layers kept, what is gathered, which g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from overspill.forecast.device.resting import CATEGORIES, Instant, Resting, gradient_nbytes, resting
 from overspill.forecast.device.settings import Resolved
-from overspill.forecast.device.states import Unit, Units, optimizer_nbytes
-from overspill.forecast.device.zero import (
-    backward_buffers_nbytes, gathered_nbytes, resting_buffers_nbytes, step_nbytes, turn_nbytes,
-)  # fmt: skip
+from overspill.forecast.device.states import Unit, Units
+from overspill.forecast.device.zero import backward_buffers_nbytes, gathered_nbytes, step_nbytes, turn_nbytes
 from overspill.forecast.layers.figures import LayerFigures, layer_figures
 from overspill.forecast.layers.head import HeadFigures, head_figures
 from overspill.forecast.layers.run import Run
-from overspill.forecast.tape import Category
 from overspill.model.facts import LayerKind, ModelFacts
 
 __all__ = ["CATEGORIES", "Instant", "Resting", "instants", "resting"]
 
-CATEGORIES = tuple(category.name.lower() for category in Category)
-FP32 = 4
 _INT64 = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Instant:
-    """The highest moment of one phase. nbytes by category; they sum to what torch calls allocated."""
-
-    phase: str
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    logits: int = 0
-    communication: int = 0
-    temporaries: int = 0
-
-    @property
-    def total_nbytes(self) -> int:
-        return (
-            self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.communication
-            + self.temporaries
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Resting:
-    """Between steps: weights with adapters, optimizer state with master, gradients that are kept, library workspaces,
-    buffers of communication."""
-
-    weights: int
-    optimizer: int
-    gradients: int
-    workspace: int
-    buffers: int = 0
-
-    @property
-    def total_nbytes(self) -> int:
-        return self.weights + self.optimizer + self.gradients + self.workspace + self.buffers
-
-
-def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Resting:
-    """Formula `resting`. step_done False: before the first step, when there is no optimizer state yet."""
-    sharding = resolved.sharding
-    weight_share = 1 / sharding.ranks if sharding.splits_weights else 1.0
-    if resolved.weights_on_host:
-        weight_share = 0.0
-    optimizer_share = 1 / sharding.ranks if sharding.splits_optimizer else 1.0
-    gradient_share = 1 / sharding.ranks if sharding.splits_gradients else 1.0
-    expert_share = 1 / resolved.expert_ranks if sharding.splits_optimizer else 1.0
-
-    def weights(unit: Unit) -> float:
-        return weight_share * (
-            unit.trained_numel * resolved.trained_itemsize
-            + unit.frozen_numel * resolved.frozen_itemsize
-            + unit.adapter_numel * resolved.adapter_itemsize
-            + unit.quantised_nbytes
-        )
-
-    state = 0.0
-    if step_done and resolved.optimizer.on_device:
-        state = units.total(
-            lambda unit: optimizer_nbytes(unit, resolved.optimizer, optimizer_share, optimizer_share, expert_share)
-        )
-    elif resolved.optimizer.master and resolved.optimizer.on_device:
-        state = units.total(
-            lambda unit: (unit.trained_numel + unit.adapter_numel) * optimizer_share * resolved.optimizer.master
-        )
-    kept = 0.0
-    if resolved.gradients_at_rest:
-        kept = units.total(lambda unit: gradient_share * _gradient_nbytes(unit, resolved))
-    buffers = resting_buffers_nbytes(units, resolved)
-    return Resting(round(units.total(weights)), round(state), round(kept), resolved.workspace_nbytes, buffers)
-
-
-def _gradient_nbytes(unit: Unit, resolved: Resolved) -> float:
-    return unit.trained_numel * resolved.gradient_itemsize + unit.adapter_numel * resolved.adapter_itemsize
 
 
 def instants(
@@ -280,7 +200,7 @@ class _Step:
         if resolved.gradients_on_host:
             return 0.0
         share = 1 / resolved.sharding.ranks if resolved.sharding.splits_gradients else 1.0
-        return self.units.total(lambda unit: share * _gradient_nbytes(unit, resolved))
+        return self.units.total(lambda unit: share * gradient_nbytes(unit, resolved))
 
     def _backward(self) -> list[Instant]:
         resolved, sharding = self.resolved, self.resolved.sharding
@@ -306,7 +226,7 @@ class _Step:
                 )
             )
             if not earlier and not resolved.update_in_backward:
-                done += share * _gradient_nbytes(self.units.head, resolved)
+                done += share * gradient_nbytes(self.units.head, resolved)
         tied = self._tied_gradient()
         kept = self.kept
         best: Instant | None = None
@@ -321,6 +241,7 @@ class _Step:
             kept -= self._kept_of(number)
             own = self._own_backward(number, figures)
             alive = 1 + (sharding.prefetched_units if number else 0)
+            gathered = self._gathered_layer(unit, alive, sharding.copied_in_backward)
             unreduced = self._unreduced(unit, previous)
             previous = unit
             in_layer = 0 if earlier else figures.gradients_at_peak_nbytes * (0 if sharding.splits_gradients else 1)
@@ -329,20 +250,20 @@ class _Step:
                 gradients=before + done + in_layer + tied,
                 activations=kept + base + retained + own - (in_layer if not sharding.splits_gradients else 0),
                 logits=self.head.held_nbytes if self.head is not None else 0,
-                communication=root + self._gathered_layer(unit, alive, sharding.copied_in_backward) + unreduced + root_gradient + buffers,
+                communication=root + gathered + unreduced + root_gradient + buffers,
             )
             if best is None or one.total_nbytes > best.total_nbytes:
                 best = one
             if sharding.retains_inputs:
                 retained += 2 * figures.boundary_nbytes
             if not earlier and not resolved.update_in_backward:
-                done += share * _gradient_nbytes(unit, resolved)
+                done += share * gradient_nbytes(unit, resolved)
         assert best is not None
         result.append(best)
         embedding = self.units.embedding
         if embedding.trained_numel:
-            # Of a tied head's gradient, which is a view, and the embedding's the sum is a third tensor (tape/core.py); of
-            # a head in chunks it is a sum already, and the embedding's is added to it in place.
+            # Of a tied head's gradient, which is a view, and the embedding's the sum is a third tensor (tape/core.py);
+            # of a head in chunks it is a sum already, and the embedding's is added to it in place.
             thirds = 2 if tied and resolved.loss != "chunked" else 1
             dense = embedding.trained_numel * resolved.style.compute * thirds
             result.append(
@@ -419,6 +340,6 @@ class _Step:
             return self._instant("optimizer step", temporaries=largest * (facts.step or facts.step_largest))
         trained = self.units.total(lambda unit: share * (unit.trained_numel + unit.adapter_numel))
         largest = max(unit.largest_numel for _, _, unit in self._all_units()) * share
-        temporaries = trained * facts.step + largest * facts.step_largest if facts.on_device else 0.0
+        temporaries = float(trained * facts.step + largest * facts.step_largest) if facts.on_device else 0.0
         temporaries += step_nbytes(self.units, resolved, share)
         return self._instant("optimizer step", gradients=gradients, temporaries=temporaries)

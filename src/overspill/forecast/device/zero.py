@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO and torch's DDP have on a device beside the shares: buckets, gathered parameters, a step's copies.
+"""What ZeRO and DDP have on a device beside the shares: buckets, gathered parameters, a step's copies.
 
 Formulas `zero-*` of docs/theory/frameworks.md. Sources: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py,
 partitioned_param_coordinator.py and config.py, 0.9 to 0.19; torch/nn/parallel/distributed.py.
@@ -28,14 +28,16 @@ def resting_buffers_nbytes(units: Units, resolved: Resolved) -> int:
         return sharding.reduce_bucket_numel * sharding.reduce_itemsize + persistent_nbytes(units, sharding)
     if sharding.kind == "ddp" and sharding.ranks > 1:
         whole = units.total(
-            lambda unit: unit.trained_numel * resolved.gradient_itemsize + unit.adapter_numel * resolved.adapter_itemsize
+            lambda unit: (
+                unit.trained_numel * resolved.gradient_itemsize + unit.adapter_numel * resolved.adapter_itemsize
+            )
         )
         return round(whole)
     return 0
 
 
 def persistent_nbytes(units: Units, sharding: Sharding) -> int:
-    """Stage 3 leaves parameters of at most ``persistence_numel`` elements gathered: vectors, small matrices, adapters."""
+    """Stage 3 leaves parameters of at most ``persistence_numel`` elements gathered: vectors, small matrices."""
 
     def small(unit: Unit) -> float:
         matrices = sum(rows * columns for rows, columns in unit.matrices)
@@ -69,19 +71,21 @@ def backward_buffers_nbytes(units: Units, resolved: Resolved) -> int:
 
 
 def gathered_nbytes(units: Units, unit: Unit, sharding: Sharding) -> int:
-    """Stage 3, at one layer: its parameters, and what is fetched ahead (fetch_sub_module), which ends with the parameter
-    that fills the prefetch bucket and stays below max_live_parameters."""
+    """Stage 3, at one layer: its parameters, and what is fetched ahead (fetch_sub_module): up to the parameter that
+    fills the prefetch bucket and stays below max_live_parameters."""
     if not sharding.splits_weights:
         return 0
     largest = max([unit.largest_numel, *(one.largest_numel for _, _, one in units.layers)])
-    ahead = min(sharding.prefetch_bucket_numel + largest, sharding.max_live_numel) if sharding.prefetch_bucket_numel else 0
+    ahead = 0
+    if sharding.prefetch_bucket_numel:
+        ahead = min(sharding.prefetch_bucket_numel + largest, sharding.max_live_numel)
     numel = min(unit.numel + ahead, units.total(lambda one: one.numel))
     return round(numel) * sharding.gathered_itemsize + unit.quantised_nbytes
 
 
 def turn_nbytes(units: Units, sharding: Sharding) -> int:
     """Stage 3, between forward and backward: a parameter whose next use is at most max_reuse_distance elements away is
-    not released, so of the model's end half that distance stays (PartitionedParameterCoordinator.__params_to_release)."""
+    not released: of the model's end half that distance stays (partitioned_param_coordinator.py, __params_to_release)."""
     if not sharding.splits_weights:
         return 0
     whole = units.total(lambda one: one.numel)

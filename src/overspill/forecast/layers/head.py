@@ -98,7 +98,9 @@ def head_figures(
             logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
         box = [logits]
         del logits
-        loss, held = _loss(tape, box, code, shift, chunks, run, holds=caller_holds_logits, compiled=compiled, split=vocab_split)
+        loss, held = _loss(
+            tape, box, code, shift, chunks, run, holds=caller_holds_logits, compiled=compiled, split=vocab_split
+        )
         if converts_outputs and held is not None and held.itemsize != FP32:
             held = tape.new(held.numel, FP32, Category.LOGITS)
         del h
@@ -130,8 +132,16 @@ def _plain_head(layer: Layer) -> Parameter:
 
 
 def _loss(
-    tape: Tape, box: list[Tensor], code: LossCode, shift: LossCode, chunks: int, run: Run, *, holds: bool, compiled: bool,
-    split: int = 1,
+    tape: Tape,
+    box: list[Tensor],
+    code: LossCode,
+    shift: LossCode,
+    chunks: int,
+    run: Run,
+    *,
+    holds: bool,
+    compiled: bool,
+    split: int,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss (a scalar), and the logits that the model returns. ``box`` holds the logits: they are taken out of it,
     so that nobody else keeps them."""
@@ -213,8 +223,8 @@ def _chunked(layer: Layer, box: list[Tensor], vocab: int, chunks: int, *, recomp
     """The head on ``chunks`` pieces of every sequence, then cross-entropy piece by piece (torchtune's
     TransformerDecoder.chunked_output and CEWithChunkedOutputLoss, 0.3 to 0.6). Formula `chunked-loss`.
 
-    Backward runs every piece's loss before the head's products, so that all pieces' gradients are there at once, each in
-    the place of logits that are freed with it; then each product's gradient of the head is added to the ones before.
+    Backward runs every piece's loss before the head's products, so that all pieces' gradients are there at once, each
+    in the place of logits that are freed with it; then each product's gradient of the head is added to the ones before.
     recomputes: the upcast and the loss are one compiled kernel, which keeps the logits and two numbers a row.
     """
     tape, weight, h = layer.tape, _plain_head(layer), box.pop()
