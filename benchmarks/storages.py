@@ -93,6 +93,12 @@ def torchtune() -> None:
             model = llama3_2(**shape)
         model.set_num_output_chunks(chunks) if chunks else None
         print(f"[torchtune.full_{name}]", _step(model, ids, loss_of))
+    from torchao.dtypes.nf4tensor import linear_nf4, to_nf4
+
+    weight = to_nf4(torch.randn(1024, 1024, dtype=torch.bfloat16))
+    x, box = torch.randn(8, 1024, dtype=torch.bfloat16, requires_grad=True), list[torch.Tensor]()
+    seen = alive((("forward", lambda: box.append(linear_nf4(x, weight))), ("backward", partial(_backward_of_sum, box))))
+    print("[torchtune.nf4_linear]", {"numel": 2**20, **{name: found[0] for name, found in seen.items()}})
     for quantised in (False, True):
         with bf16_default():
             model = lora_llama3_2(
@@ -137,6 +143,10 @@ def _forward(model: torch.nn.Module, ids: torch.Tensor, box: list[torch.Tensor])
 
 def _backward(box: list[torch.Tensor]) -> None:
     box.pop().backward()
+
+
+def _backward_of_sum(box: list[torch.Tensor]) -> None:
+    box.pop().sum().backward()
 
 
 def _fsdp_rank(rank: int, kind: str, port: int) -> None:

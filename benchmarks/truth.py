@@ -182,7 +182,7 @@ def _torchtune(row: dict[str, str]) -> dict[str, dict[str, Any]]:
     data["model"]["gradient_checkpointing"] = row["grad_ckpt"] == "yes"
     data["kernels"].update(attention="sdpa", compile=reached >= 2, loss="chunked" if reached >= 3 else "plain")
     data["optimizer"]["in_backward"] = reached >= 5 and "lora" not in row["method"]
-    if "8bit" in optimizer:
+    if "8bit" in optimizer or reached >= order.index("8-bit AdamW"):
         data["optimizer"]["name"] = "adamw_8bit"
     if "CPU" in row["offload"]:
         data["offload"] = {"activations": "host"}

@@ -74,6 +74,9 @@ def torchtune(draft: Draft) -> None:
         mlp="kernel_pair" if kernels.compile else "python",
         repeat_kv=True,
         adapter=adapter,
+        # NF4Tensor.get_original_weight: two halves as int64 indices, as values and scaled, then stacked (torchao 0.4 to
+        # 0.12; measured by benchmarks/storages.py). Compiled, it is one kernel.
+        dequantise_itemsize=0 if kernels.compile else 14,
     )
     chosen = kernels.loss
     if chosen == "auto":

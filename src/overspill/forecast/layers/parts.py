@@ -133,14 +133,14 @@ def _quantised_linear(tape: Tape, style: Style, x: Tensor, weight: Parameter, ou
     """bitsandbytes MatMul4Bit, auto-gptq's QuantLinear: the weight is dequantised for each use, nothing is saved."""
     back = x.itemsize
     narrow = ops.cast(tape, x, style.compute)
-    dequantised = tape.scratch(weight.numel * style.compute)
+    dequantised = _dequantised(tape, style, weight)
     out = tape.new(out_numel, narrow.itemsize)
     saved = (dequantised,) if style.saves_dequantised else ()
     del dequantised
     x_numel, x_size, needs = narrow.numel, narrow.itemsize, narrow.requires_grad
 
     def backward(tape: Tape, grad: Tensor) -> tuple[Tensor | None]:
-        held = None if style.saves_dequantised else tape.scratch(weight.numel * style.compute)
+        held = None if style.saves_dequantised else _dequantised(tape, style, weight)
         result = tape.new(x_numel, x_size, Category.TEMPORARIES) if needs else None
         del held
         return (result,)
@@ -148,6 +148,14 @@ def _quantised_linear(tape: Tape, style: Style, x: Tensor, weight: Parameter, ou
     out = tape.record((narrow,), saved, backward, out)
     del narrow
     return ops.cast(tape, out, back)  # bitsandbytes answers in the dtype of what it got
+
+
+def _dequantised(tape: Tape, style: Style, weight: Parameter) -> Tensor:
+    """One kernel writes it (bitsandbytes, a compiled torchao), or a chain of operations with int64 indices does."""
+    if style.dequantise_itemsize > style.compute:
+        burst = tape.scratch(weight.numel * style.dequantise_itemsize)
+        del burst
+    return tape.scratch(weight.numel * style.compute)
 
 
 def _with_adapter(layer: Layer, x: Tensor, out: Tensor, name: str, out_width: int) -> Tensor:

@@ -42,6 +42,7 @@ class Style:
     (torch.compile), which keeps them and recomputes. quantised: the base's dequantised copy lives
     while it is used. reentrant: of checkpointing. grouped_experts: all
     experts in one grouped matmul, else one after the other. expert_linears: each expert's matrices are modules.
+    dequantise_itemsize: bytes per element while a weight is dequantised, its result included; 0: the result alone.
     """
 
     residual: int
@@ -64,3 +65,4 @@ class Style:
     grouped_experts: bool = False
     compiled: bool = False
     expert_linears: bool = False
+    dequantise_itemsize: int = 0
