@@ -69,7 +69,7 @@ def torchtune(draft: Draft) -> None:
         values["style"],
         code="torchtune",
         compiled=kernels.compile,
-        norm="kernel" if kernels.compile else "python",
+        norm="kernel" if kernels.compile else "wide" if draft.versions["torchtune"] >= (0, 5) else "python",
         rope="kernel" if kernels.compile else "complex",
         mlp="kernel_pair" if kernels.compile else "python",
         repeat_kv=True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from overspill.forecast.device import fsdp
 from overspill.forecast.device.resting import CATEGORIES, Instant, Resting, gradient_nbytes, resting
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units
@@ -123,28 +124,17 @@ class _Step:
         return 4 * _INT64 * self.resolved.tokens
 
     def _gathered_root(self, *parts: Unit) -> int:
-        """FSDP: what stands outside the layers is one unit, gathered from the first forward to the last backward; where
-        embeddings and head are units of their own, only ``parts`` are gathered."""
+        """What is gathered of the parts outside the layers while ``parts`` run; no part: while layers do."""
         sharding = self.resolved.sharding
         if sharding.kind == "zero3":
             return turn_nbytes(self.units, sharding) if parts else 0
-        if not sharding.splits_weights:
-            return 0
-        outer = parts if sharding.wrap_embeddings else (self.units.embedding, self.units.head, self.units.root)
-        numel = sum(unit.numel for unit in outer)
-        if sharding.whole_model_unit:
-            numel += sum(count * unit.numel for _, count, unit in self.units.layers)
-        return numel * sharding.gathered_itemsize
+        return fsdp.root_nbytes(self.units, parts, sharding)
 
     def _gathered_layer(self, unit: Unit, units_alive: int, copied: int = 0) -> int:
-        """``units_alive`` units of this size, gathered; ``copied``: collectives' outputs that wait beside them."""
         sharding = self.resolved.sharding
-        if not sharding.splits_weights or sharding.whole_model_unit:
-            return 0
-        one = unit.numel * sharding.gathered_itemsize + unit.quantised_nbytes
         if sharding.kind == "zero3":
             return gathered_nbytes(self.units, unit, sharding)
-        return one * (units_alive + copied)
+        return fsdp.layer_nbytes(unit, units_alive + copied, sharding)
 
     def _forward(self) -> list[Instant]:
         resolved, base = self.resolved, self._inputs() + self._embedding_scratch()
@@ -231,10 +221,7 @@ class _Step:
         kept = self.kept
         best: Instant | None = None
         retained = 0
-        root_gradient = 0.0
-        if sharding.splits_gradients and sharding.kind in ("fsdp1", "fsdp2") and not sharding.wrap_embeddings:
-            # The root's gradients are reduced together, after the last layer's: the head's waits until then.
-            root_gradient = self.units.head.trained_numel * sharding.gathered_itemsize
+        root_gradient = fsdp.root_gradient_nbytes(self.units, sharding)
         previous = self.units.head
         for number in reversed(range(len(self.order))):
             _, _, unit, figures = self.layers[self.order[number]]
@@ -242,7 +229,7 @@ class _Step:
             own = self._own_backward(number, figures)
             alive = 1 + (sharding.prefetched_units if number else 0)
             gathered = self._gathered_layer(unit, alive, sharding.copied_in_backward)
-            unreduced = self._unreduced(unit, previous)
+            unreduced = fsdp.unreduced_nbytes(unit, previous, sharding, first=previous is self.units.head)
             previous = unit
             in_layer = 0 if earlier else figures.gradients_at_peak_nbytes * (0 if sharding.splits_gradients else 1)
             one = self._instant(
@@ -300,22 +287,6 @@ class _Step:
             figures.recorded_nbytes + figures.output_nbytes,
         )
 
-    def _unreduced(self, unit: Unit, previous: Unit) -> float:
-        """Gradients of one unit before they are reduced, beside what a rank keeps of them. previous: the unit whose
-        backward ran before. Formula `fsdp-reduction`."""
-        sharding = self.resolved.sharding
-        if sharding.kind not in ("fsdp1", "fsdp2") or sharding.ranks == 1:
-            return 0
-        trained = unit.trained_numel + unit.adapter_numel
-        if sharding.reduces_one_behind:
-            before = previous.trained_numel + previous.adapter_numel
-            if previous is self.units.head and not sharding.wrap_embeddings:
-                before = 0  # the root is reduced last
-            return trained * sharding.gathered_itemsize + before * sharding.reduce_itemsize
-        full = trained * sharding.gathered_itemsize
-        wide = trained * sharding.reduce_itemsize if sharding.reduce_itemsize != sharding.gathered_itemsize else 0
-        return (full + wide) * (1 + sharding.pending_reductions)
-
     def _reduction(self) -> Instant | None:
         """ZeRO 1: all gradients are there, a bucket, and the copy of what this rank keeps of them."""
         resolved, sharding = self.resolved, self.resolved.sharding
@@ -339,7 +310,7 @@ class _Step:
             largest = max(unit.largest_numel for _, _, unit in self._all_units())
             return self._instant("optimizer step", temporaries=largest * (facts.step or facts.step_largest))
         trained = self.units.total(lambda unit: share * (unit.trained_numel + unit.adapter_numel))
-        largest = max(unit.largest_numel for _, _, unit in self._all_units()) * share
-        temporaries = float(trained * facts.step + largest * facts.step_largest) if facts.on_device else 0.0
+        part = max(unit.largest_numel for _, _, unit in self._all_units()) * share
+        temporaries = trained * facts.step + part * facts.step_largest if facts.on_device else 0.0
         temporaries += step_nbytes(self.units, resolved, share)
         return self._instant("optimizer step", gradients=gradients, temporaries=temporaries)

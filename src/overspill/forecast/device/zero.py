@@ -85,7 +85,7 @@ def gathered_nbytes(units: Units, unit: Unit, sharding: Sharding) -> int:
 
 def turn_nbytes(units: Units, sharding: Sharding) -> int:
     """Stage 3, between forward and backward: a parameter whose next use is at most max_reuse_distance elements away is
-    not released: of the model's end half that distance stays (partitioned_param_coordinator.py, __params_to_release)."""
+    not released: of the model's end half that distance stays (__params_to_release of the coordinator)."""
     if not sharding.splits_weights:
         return 0
     whole = units.total(lambda one: one.numel)

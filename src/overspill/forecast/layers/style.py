@@ -10,7 +10,7 @@ from typing import Literal
 
 __all__ = ["Adapter", "Style"]
 
-Norm = Literal["python", "composite", "kernel"]
+Norm = Literal["python", "wide", "composite", "kernel"]
 Rope = Literal["python", "complex", "in_place", "kernel", "none"]
 Attention = Literal["flash", "flash_aten", "eager", "math", "flex", "cudnn"]
 Mlp = Literal["python", "recompute", "kernel", "kernel_pair"]
@@ -34,7 +34,8 @@ class Adapter:
 class Style:
     """itemsizes: bytes per element of the residual stream, of what the matmuls compute in, and of the weights.
 
-    norm: ``python`` is a chain of operations with an fp32 copy (transformers), ``composite`` torch's rms_norm before
+    norm: ``python`` is a chain of operations with an fp32 copy (transformers), ``wide`` one that stays in fp32 through the
+    product with the weight (torchtune from 0.5), ``composite`` torch's rms_norm before
     2.8 (the same chain inside ATen), ``kernel`` one that saves its input and a row's factor. repeat_kv: keys and values
     are copied to all heads before attention. rope ``complex``: through fp32 complex numbers (torchtitan, torchtune).
     mlp ``recompute``: the kernel saves gate and up alone and writes their gradients over them (Liger, Unsloth);
