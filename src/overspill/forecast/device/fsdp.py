@@ -52,4 +52,8 @@ def unreduced_nbytes(unit: Unit, previous: Unit, sharding: Sharding, *, first: b
             before = 0  # the root is reduced last
         return full + before * sharding.reduce_itemsize
     wide = trained * sharding.reduce_itemsize if sharding.reduce_itemsize != sharding.gathered_itemsize else 0
+    if sharding.kind == "fsdp1" and not sharding.counts_active:
+        # The parameters' gradients and the flat one that they are joined to; then, this unit's weights let go, the flat
+        # one and its copy for the reduction, which the host lets go when the hook returns.
+        return max(full * (1 + sharding.pending_reductions), wide)
     return (full + wide) * (1 + sharding.pending_reductions)

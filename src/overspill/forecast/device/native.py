@@ -142,6 +142,7 @@ def torchtitan(draft: Draft) -> None:
         # active until the device gets there; the host is let two units ahead (_FreeEventQueue of _limiter_utils.py).
         prefetched_units=2 if sharding.kind == "fsdp1" else 1,
         pending_reductions=2 if sharding.kind == "fsdp1" else sharding.pending_reductions,
+        counts_active=True,
     )
     set_optimizer(draft, state_itemsize=4, fused=version >= (0, 0, 2))
 

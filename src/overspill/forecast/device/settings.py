@@ -68,6 +68,7 @@ class Sharding:
     copied_units: int = 0
     copied_in_backward: int = 0
     reduces_one_behind: bool = False
+    counts_active: bool = False
     max_reuse_numel: int = 1_000_000_000
     sub_group_numel: int = 1_000_000_000
     stage_1_buckets: bool = True
