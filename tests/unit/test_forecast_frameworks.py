@@ -168,19 +168,28 @@ def test_fsdp2_before_torch_2_5_holds_more_buffers() -> None:
     assert before.copied_in_backward > after.copied_in_backward
 
 
-def test_torchtitans_releases_need_less_and_less_for_one_configuration() -> None:
-    """Compiled loss from 0.1, embeddings and head as units of their own from 0.2."""
+def test_torchtitan_0_1_needs_less_by_a_compiled_loss_and_by_units_of_its_own_for_embeddings_and_head() -> None:
     llama_3 = llama(4096, 32, 32, 14336, 128256, num_key_value_heads=8)
-    peaks = [
-        forecast(
+
+    def run(titan: str, *, compiled: bool = True) -> Rank:
+        return forecast(
             llama_3, model={"dtype": "fp32", "autocast": "bf16"}, data={"seq_len": 8192},
             parallel={"gpus": 8, "data": "fsdp2"},
-            kernels={"checkpointing": "full", "compile": True, "loss": "plain"},
-            framework={"name": "torchtitan", "versions": {"torchtitan": titan, "torch": torch}},
-        ).peak.total_nbytes
-        for titan, torch in (("0.0.2", "2.7.0"), ("0.1.0", "2.8.0"), ("0.2.0", "2.9.0"))
-    ]  # fmt: skip
-    assert peaks[0] > peaks[1] > peaks[2]
+            kernels={"checkpointing": "full", "compile": compiled, "loss": "plain"},
+            framework={"name": "torchtitan", "versions": {"torchtitan": titan, "torch": "2.8.0"}},
+        )  # fmt: skip
+
+    old, new, eager = run("0.0.2"), run("0.1.0"), run("0.1.0", compiled=False)
+    logits = 8192 * 128256
+    by_phase = [{one.phase: one for one in rank.instants} for rank in (old, new, eager)]
+    loss = [found["backward of the loss"] for found in by_phase]
+    assert loss[0].logits - loss[1].logits == 8 * logits  # three tensors of 4 bytes, or two of 2
+    assert loss[2].logits == loss[0].logits
+    half = 128256 * 4096 * 2
+    assert loss[0].communication - loss[1].communication == half  # the embedding
+    layer = [found["backward of a layer"].communication for found in by_phase]
+    # Embeddings, head and final norm gathered, and the head's gradient.
+    assert layer[0] - layer[1] == 3 * half + 4096 * 2
 
 
 # ---- DeepSpeed

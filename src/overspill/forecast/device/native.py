@@ -136,8 +136,8 @@ def torchtitan(draft: Draft) -> None:
         sharding,
         gathered_itemsize=compute,
         reduce_itemsize=4,
-        # apply_fsdp: tok_embeddings and [norm, output] are units of their own from 0.2 on; before, the root held them.
-        wrap_embeddings=sharding.wrap_embeddings or version >= (0, 2),
+        # apply_fsdp: tok_embeddings and [norm, output] are units of their own from 0.1 on; before, the root held them.
+        wrap_embeddings=sharding.wrap_embeddings or (sharding.kind == "fsdp2" and version >= (0, 1)),
         # What torchtitan logs are active bytes. FSDP1 hands blocks to a second stream (record_stream), where they stay
         # active until the device gets there; the host is let two units ahead (_FreeEventQueue of _limiter_utils.py).
         prefetched_units=2 if sharding.kind == "fsdp1" else 1,

@@ -96,6 +96,7 @@ def head_figures(
             logits = ops.scale(tape, logits)
         if softcap:
             logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
+        _is_logits(logits)
         box = [logits]
         del logits
         loss, held = _loss(
