@@ -24,7 +24,8 @@ __all__ = ["HeadFigures", "LossCode", "head_figures"]
 #: upcast: ``cross_entropy(logits.float())`` in the loop, the model's logits still held (torchtitan, torchtune).
 #: in_place: a kernel that writes the gradient over the logits it gets (Liger, Unsloth); prepared like ``shift``.
 #: fused_linear: the head's product is made in chunks inside the loss (Liger), gradients at once in forward.
-#: chunked: the head's output is whole, the upcast and the loss go chunk by chunk (torchtune's CEWithChunkedOutputLoss).
+#: chunked: head, upcast and loss go by pieces of each sequence, all pieces' logits being kept (torchtune's
+#: CEWithChunkedOutputLoss).
 #: split: head and loss run on a few rows at a time in the compute dtype, all logits and log-probabilities are kept
 #: (LitGPT's lm_head_chunk_size). vocab_parallel: Megatron's, in fp32 in place on a copy; ``te_fused``: TransformerEngine's, in place on the logits.
 LossCode = Literal[
