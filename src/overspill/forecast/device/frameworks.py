@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from overspill.forecast.device import native
-from overspill.forecast.device.draft import ITEMSIZE, set_optimizer
+from overspill.forecast.device.draft import ITEMSIZE
 from overspill.forecast.device.draft import Draft as _Draft
+from overspill.forecast.device.draft import set_optimizer as _set_optimizer
 from overspill.forecast.device.settings import Resolved, Sharding
 from overspill.forecast.device.versions import Versions
 from overspill.forecast.layers.head import LossCode
@@ -227,9 +228,9 @@ def _hf(draft: _Draft) -> None:
             weight = 4
     values["trained_itemsize"] = values["gradient_itemsize"] = weight
     if method.kind == "lora":
-        set_optimizer(draft, state_itemsize=values["adapter_itemsize"])
+        _set_optimizer(draft, state_itemsize=values["adapter_itemsize"])
     else:
-        set_optimizer(draft, state_itemsize=weight)
+        _set_optimizer(draft, state_itemsize=weight)
     if sharding.kind in ("zero1", "zero2", "zero3"):
         native.deepspeed(draft)
 
@@ -263,7 +264,7 @@ def _litgpt(draft: _Draft) -> None:
     values["quantises_head"] = method.base is not None
     if values["sharding"].kind.startswith("fsdp") and job.kernels.reentrant is None:
         values["reentrant"] = False
-    set_optimizer(draft, state_itemsize=size)
+    _set_optimizer(draft, state_itemsize=size)
 
 
 def _megatron(draft: _Draft) -> None:
@@ -287,4 +288,4 @@ def _megatron(draft: _Draft) -> None:
         draft.assume("parallel.data", "distributed_optimizer", "--use-distributed-optimizer, as in its examples")
         values["sharding"] = replace(values["sharding"], kind="distributed_optimizer",
                                      ranks=max(1, job.parallel.data_ranks * job.parallel.context))  # fmt: skip
-    set_optimizer(draft, state_itemsize=4, fused=True, master=4)
+    _set_optimizer(draft, state_itemsize=4, fused=True, master=4)
