@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,13 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ROUNDING_NBYTES) * _ROUNDING_NBYTES
 
 
-def alive(phases: Iterable[tuple[str, Callable[[], object]]]) -> dict[str, tuple[int, int]]:
-    """Run the phases one after the other. For each: (highest, last) bytes alive, above those before the first."""
+def alive(
+    phases: Iterable[tuple[str, Callable[[], object]]], marks: tuple[str, ...] = ()
+) -> dict[str, tuple[int, int]]:
+    """Run the phases one after the other. For each: (highest, last) bytes alive, above those before the first.
+
+    marks: names of profiled ranges; what is alive when each begins for the last time comes twice.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         for name, run in phases:
             with record_function(f"phase {name}"):
@@ -43,6 +49,10 @@ def alive(phases: Iterable[tuple[str, Callable[[], object]]]) -> dict[str, tuple
                 total += _rounded(nbytes) if nbytes > 0 else -_rounded(-nbytes)
                 highest = max(highest, total)
         result[name] = (highest, total)
+    for name in marks:
+        moment = max(one.start_ns() for one in events if one.name() == name)
+        here = sum(_rounded(nbytes) if nbytes > 0 else -_rounded(-nbytes) for when, nbytes in changes if when < moment)
+        result[name] = (here, here)
     return result
 
 
@@ -92,6 +102,12 @@ def torchtune() -> None:
             model = llama3_2(**shape)
         model.set_num_output_chunks(chunks) if chunks else None
         print(f"[torchtune.full_{name}]", _step(model, ids, loss_of))
+    from torchao.dtypes.nf4tensor import linear_nf4, to_nf4
+
+    weight = to_nf4(torch.randn(1024, 1024, dtype=torch.bfloat16))
+    x, box = torch.randn(8, 1024, dtype=torch.bfloat16, requires_grad=True), list[torch.Tensor]()
+    seen = alive((("forward", lambda: box.append(linear_nf4(x, weight))), ("backward", partial(_backward_of_sum, box))))
+    print("[torchtune.nf4_linear]", {"numel": 2**20, **{name: found[0] for name, found in seen.items()}})
     for quantised in (False, True):
         with bf16_default():
             model = lora_llama3_2(
@@ -130,56 +146,65 @@ class _Stack(torch.nn.Module):
         return self.head(x).float().sum()
 
 
-def _fsdp_rank(rank: int, kind: str, port: int) -> None:
-    import torch.distributed as dist
+def _forward(model: torch.nn.Module, ids: torch.Tensor, box: list[torch.Tensor]) -> None:
+    box.append(model(ids))
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.manual_seed(0)
+
+def _backward(box: list[torch.Tensor]) -> None:
+    box.pop().backward()
+
+
+def _backward_of_sum(box: list[torch.Tensor]) -> None:
+    box.pop().sum().backward()
+
+
+def _fsdp(kind: str, ranks: int = 8) -> None:
+    """One rank of several, whose collectives do nothing (torch's fake process group): gloo makes copies of its own."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     width, layers, vocab = 512, 6, 1024
-    model = _Stack(width, layers, vocab)
+    model: torch.nn.Module = _Stack(width, layers, vocab)
     if kind == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh("cpu", (ranks,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for layer in model.layers:
+        for layer in model.layers:  # type: ignore[union-attr]
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
+        names = tuple(f"FSDP::post_backward_accumulate (layers.{number})" for number in reversed(range(layers)))
     else:
         from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-        model = FullyShardedDataParallel(  # type: ignore[assignment]
+        model = FullyShardedDataParallel(
             model, auto_wrap_policy=ModuleWrapPolicy({_Block}), use_orig_params=True, device_id=torch.device("cpu"),
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         )  # fmt: skip
+        names = ()
     ids = torch.randint(0, vocab, (1, 8))
     box: list[torch.Tensor] = []
     for _ in range(2):
-        phases = (("forward", lambda: box.append(model(ids))), ("backward", lambda: box.pop().backward()))
-        if rank == 0:
-            seen = alive(phases)
-        else:
-            for _, run in phases:
-                run()
+        box: list[torch.Tensor] = []
+        phases = (("forward", partial(_forward, model, ids, box)), ("backward", partial(_backward, box)))
+        seen = alive(phases, names)
         model.zero_grad()
-    if rank == 0:
-        unit, root = 4 * width * width, 2 * vocab * width
-        print(
-            f"[{kind}]", {"unit_numel": unit, "root_numel": root, "ranks": 2, **{k: list(v) for k, v in seen.items()}}
-        )
-    dist.destroy_process_group()
+    unit, root = 4 * width * width, 2 * vocab * width
+    figures = {name: found[0] for name, found in seen.items()}
+    print(f"[{kind}]", {"unit_numel": unit, "root_numel": root, "ranks": ranks, **figures})
 
 
 def fsdp2() -> None:
-    """Two gloo ranks of a stack of equal units: what one rank has alive, activations being next to nothing."""
-    torch.multiprocessing.spawn(_fsdp_rank, ("fsdp2", 29531), nprocs=2)  # type: ignore[no-untyped-call]
+    """A stack of equal units: what one rank has alive, activations being next to nothing."""
+    _fsdp("fsdp2")
 
 
 def fsdp1() -> None:
     """As `fsdp2`, with FullyShardedDataParallel."""
-    torch.multiprocessing.spawn(_fsdp_rank, ("fsdp1", 29532), nprocs=2)  # type: ignore[no-untyped-call]
+    _fsdp("fsdp1")
 
 
 if __name__ == "__main__":

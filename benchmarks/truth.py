@@ -184,7 +184,7 @@ def _torchtune(row: dict[str, str]) -> dict[str, dict[str, Any]]:
     data["model"]["gradient_checkpointing"] = row["grad_ckpt"] == "yes"
     data["kernels"].update(attention="sdpa", compile=reached >= 2, loss="chunked" if reached >= 3 else "plain")
     data["optimizer"]["in_backward"] = reached >= 5 and "lora" not in row["method"]
-    if "8bit" in optimizer:
+    if "8bit" in optimizer or reached >= order.index("8-bit AdamW"):
         data["optimizer"]["name"] = "adamw_8bit"
     if "CPU" in row["offload"]:
         data["offload"] = {"activations": "host"}
@@ -232,9 +232,16 @@ _TITAN_RELEASES = (
 )  # fmt: skip
 
 
+#: Pull requests of torchtitan from this number on were opened in or after this month (its GitHub history).
+_TITAN_PULLS = ((1, "2024-01"), (735, "2024-12"), (996, "2025-03"))
+
+
 def _titan_versions(row: dict[str, str]) -> dict[str, str]:
     """What a row names, or the releases of the month that it or its source's title names; else the newest."""
     text = f"{row['source_title']} {row['framework']} {row['notes']}"
+    if pull := re.search(r"pytorch/torchtitan#(\d+)", row["source_ref"]):
+        opened = [month for number, month in _TITAN_PULLS if number <= int(pull[1])][-1]
+        text += f" {opened}"
     named = dict(re.findall(r"(torch|titan) ?(\d+(?:\.\d+)+)", text))
     if dates := [(int(year), int(month)) for year, month in re.findall(r"(20\d\d)-(\d\d)", text)]:
         titan, torch = [one[1:] for one in _TITAN_RELEASES if one[0] <= max(dates)][-1]

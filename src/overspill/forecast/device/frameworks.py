@@ -6,12 +6,14 @@ was taken is named in `Resolved.assumed`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from overspill.forecast.device.litgpt import resolve_litgpt
-from overspill.forecast.device.optimizers import optimizer_facts
-from overspill.forecast.device.settings import Assumed, Resolved, Sharding
+from overspill.forecast.device import native
+from overspill.forecast.device.draft import ITEMSIZE
+from overspill.forecast.device.draft import Draft as _Draft
+from overspill.forecast.device.draft import set_optimizer as _set_optimizer
+from overspill.forecast.device.settings import Resolved, Sharding
 from overspill.forecast.device.versions import Versions
 from overspill.forecast.layers.head import LossCode
 from overspill.forecast.layers.style import Adapter, Style
@@ -21,32 +23,13 @@ from overspill.model.facts import ModelFacts
 __all__ = ["resolve"]
 
 MiB = 2**20
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-#: cuBLAS's workspace of a handle: :4096:2:16:8 KiB, on Hopper and later 32 MiB
-#: (aten/src/ATen/cuda/CublasHandlePool.cpp).
+#: cuBLAS's workspace of a handle: :4096:2:16:8 KiB, on Hopper and later 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp).
 #: The forward's thread and the autograd thread have a handle each.
 CUBLAS_WORKSPACE_NBYTES = (4096 * 2 + 16 * 8) * 1024
 HOPPER_WORKSPACE_NBYTES = 32 * MiB
-#: The last torchtitan release whose configurations ask for plain cross-entropy; later ones ask for it in chunks.
-NEWEST_WITH_PLAIN_LOSS = (0, 2, 99)
 _HF = ("torch", "overspill", "hf_trainer", "trl", "accelerate", "axolotl", "llamafactory", "unsloth", "deepspeed")
 #: Families whose flash-attention code copied keys and values to all heads before transformers 4.48.
 _REPEATED_KV = ("mistral", "mixtral", "qwen2_moe", "phi3")
-
-
-@dataclass
-class _Draft:
-    """What a framework's function fills in; names as in `Resolved`."""
-
-    job: Job
-    facts: ModelFacts
-    versions: Versions
-    values: dict[str, Any] = field(default_factory=dict)
-    assumed: list[Assumed] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def assume(self, name: str, value: object, why: str) -> None:
-        self.assumed.append(Assumed(name, str(value), why))
 
 
 def resolve(job: Job, facts: ModelFacts, *, hopper: bool = False) -> Resolved:
@@ -62,13 +45,13 @@ def resolve(job: Job, facts: ModelFacts, *, hopper: bool = False) -> Resolved:
         if job.method.base is not None:  # bnb.optim.PagedAdamW: managed memory, which torch does not count
             draft.values["optimizer"] = replace(draft.values["optimizer"], on_device=False)
     elif name == "torchtune":
-        _torchtune(draft)
+        native.torchtune(draft)
     elif name == "torchtitan":
-        _torchtitan(draft)
+        native.torchtitan(draft)
     elif name == "megatron":
         _megatron(draft)
     else:
-        _llm_foundry(draft)
+        native.llm_foundry(draft)
     for library in draft.versions.assumed:
         draft.assume(f"framework.versions.{library}", "newest", "no version is named")
     return Resolved(**draft.values, assumed=tuple(draft.assumed), notes=tuple(draft.notes))
@@ -197,13 +180,6 @@ def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _set_optimizer(draft: _Draft, *, state_itemsize: int, fused: bool = False, master: int = 0) -> None:
-    draft.values["optimizer"] = optimizer_facts(
-        draft.job.optimizer, draft.job.offload, state_itemsize=state_itemsize,
-        parameter_itemsize=draft.values["trained_itemsize"], fused=fused, master=master,
-    )  # fmt: skip
-
-
 def _hf(draft: _Draft) -> None:
     """transformers' models under HF Trainer, TRL, Accelerate, a plain loop, or DeepSpeed."""
     job, versions, values = draft.job, draft.versions, draft.values
@@ -260,6 +236,8 @@ def _hf(draft: _Draft) -> None:
         _set_optimizer(draft, state_itemsize=values["adapter_itemsize"])
     else:
         _set_optimizer(draft, state_itemsize=weight)
+    if sharding.kind in ("zero1", "zero2", "zero3"):
+        native.deepspeed(draft)
 
 
 def _hf_logits(transformers: tuple[int, ...]) -> LossCode:
@@ -298,100 +276,3 @@ def _megatron(draft: _Draft) -> None:
         values["sharding"] = replace(values["sharding"], kind="distributed_optimizer",
                                      ranks=max(1, job.parallel.data_ranks * job.parallel.context))  # fmt: skip
     _set_optimizer(draft, state_itemsize=4, fused=True, master=4)
-
-
-def _torchtune(draft: _Draft) -> None:
-    """torchtune's recipes: one dtype throughout, its own modules and LoRA, NF4 by torchao."""
-    job, values, method = draft.job, draft.values, draft.job.method
-    kernels = job.kernels
-    size = values["trained_itemsize"]
-    values["adapter_itemsize"] = size
-    adapter = Adapter("torchtune", method.rank, size, method.dropout) if method.kind == "lora" else None
-    values["style"] = replace(
-        values["style"],
-        code="torchtune",
-        compiled=kernels.compile,
-        norm="kernel" if kernels.compile else "python",
-        rope="kernel" if kernels.compile else "complex",
-        mlp="kernel_pair" if kernels.compile else "python",
-        repeat_kv=True,
-        adapter=adapter,
-    )
-    chosen = kernels.loss
-    if chosen == "auto":
-        chosen = "chunked" if draft.versions["torchtune"] >= (0, 4) else "plain"
-        draft.assume("kernels.loss", chosen, "the recipe's default of that version")
-    values["loss"] = {"plain": "upcast", "chunked": "chunked", "fused": "in_place", "fused_linear": "fused_linear"}[
-        chosen
-    ]
-    values["logits"] = "upcast"
-    values["loss_chunks"] = 8
-    values["caller_holds_logits"] = False
-    # compile_loss() returns a compiled plain loss, which the full recipes drop; of a chunked one it compiles a method.
-    values["compiled_loss"] = kernels.compile and (chosen == "chunked" or method.kind == "lora")
-    values["reentrant"] = False
-    _set_optimizer(draft, state_itemsize=size, fused=draft.versions["torchtune"] >= (0, 3))
-    sharding: Sharding = values["sharding"]
-    if sharding.kind == "fsdp1":
-        values["sharding"] = replace(sharding, retains_inputs=False)
-
-
-def _torchtitan(draft: _Draft) -> None:
-    """torchtitan: fp32 shards under FSDP, bf16 where it computes, gradients reduced in fp32."""
-    job, values = draft.job, draft.values
-    kernels = job.kernels
-    compute = ITEMSIZE[job.model.autocast or "bf16"]
-    compiled = kernels.compile
-    values["style"] = replace(
-        values["style"],
-        residual=compute,
-        compute=compute,
-        weight=compute,
-        autocast=False,
-        code="torchtitan",
-        compiled=compiled,
-        norm="kernel" if compiled or kernels.fused_norm else "composite",
-        rope="kernel" if compiled else "complex",
-        mlp="kernel_pair" if compiled else "python",
-        repeat_kv=True,
-    )
-    version = draft.versions["torchtitan"]
-    chosen = kernels.loss
-    if chosen == "auto":
-        chosen = "chunked" if version > NEWEST_WITH_PLAIN_LOSS else "plain"
-        draft.assume("kernels.loss", chosen, "torchtitan's loss of that version")
-    values["loss"] = {"plain": "upcast", "chunked": "chunked", "fused": "in_place", "fused_linear": "fused_linear"}[
-        chosen
-    ]
-    values["logits"] = "upcast"
-    values["loss_chunks"] = 8
-    # Before 0.0.2 the training loop kept `pred` until the next step; then `del pred` stands before loss.backward().
-    values["caller_holds_logits"] = version < (0, 0, 2)
-    values["compiled_loss"] = compiled and version >= (0, 1)  # build_cross_entropy_loss compiles it with the model
-    values["reentrant"] = False
-    values["trained_itemsize"] = values["gradient_itemsize"] = 4
-    sharding: Sharding = values["sharding"]
-    values["sharding"] = replace(
-        sharding,
-        gathered_itemsize=compute,
-        reduce_itemsize=4,
-        # apply_fsdp: tok_embeddings and [norm, output] are units of their own from 0.2 on; before, the root held them.
-        wrap_embeddings=sharding.wrap_embeddings or version >= (0, 2),
-        # What torchtitan logs are active bytes. FSDP1 hands blocks to a second stream (record_stream), where they stay
-        # active until the device gets there; the host is let two units ahead (_FreeEventQueue of _limiter_utils.py).
-        prefetched_units=2 if sharding.kind == "fsdp1" else 1,
-        pending_reductions=2 if sharding.kind == "fsdp1" else sharding.pending_reductions,
-    )
-    _set_optimizer(draft, state_itemsize=4, fused=version >= (0, 0, 2))
-
-
-def _llm_foundry(draft: _Draft) -> None:
-    """Composer under FSDP: autocast in bf16, mixed_precision PURE (bf16 reductions) or DEFAULT (fp32 reductions)."""
-    values = draft.values
-    values["style"] = replace(values["style"], residual=2, compute=2, weight=2, autocast=False)
-    values["loss"] = "native"
-    values["trained_itemsize"] = values["gradient_itemsize"] = 4
-    values["reentrant"] = False
-    sharding: Sharding = values["sharding"]
-    values["sharding"] = replace(sharding, gathered_itemsize=2)
-    _set_optimizer(draft, state_itemsize=4)

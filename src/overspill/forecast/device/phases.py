@@ -7,95 +7,20 @@ are put one after the other: what earlier layers kept, what is gathered, which g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from overspill.forecast.device.ends import early_layers, final_figures
+from overspill.forecast.device import fsdp
+from overspill.forecast.device.resting import CATEGORIES, Instant, Resting, gradient_nbytes, resting
 from overspill.forecast.device.settings import Resolved
-from overspill.forecast.device.states import Unit, Units, optimizer_nbytes
-from overspill.forecast.device.zero import zero_gathered_nbytes
+from overspill.forecast.device.states import Unit, Units
+from overspill.forecast.device.zero import backward_buffers_nbytes, gathered_nbytes, step_nbytes, turn_nbytes
 from overspill.forecast.layers.figures import LayerFigures, layer_figures
 from overspill.forecast.layers.head import HeadFigures
 from overspill.forecast.layers.run import Run
-from overspill.forecast.tape import Category
 from overspill.model.facts import LayerKind, ModelFacts
 
 __all__ = ["CATEGORIES", "Instant", "Resting", "instants", "resting"]
 
-CATEGORIES = tuple(category.name.lower() for category in Category)
-FP32 = 4
 _INT64 = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Instant:
-    """The highest moment of one phase. nbytes by category; they sum to what torch calls allocated."""
-
-    phase: str
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    logits: int = 0
-    communication: int = 0
-    temporaries: int = 0
-
-    @property
-    def total_nbytes(self) -> int:
-        return (
-            self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.communication
-            + self.temporaries
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Resting:
-    """Between steps: weights with adapters, optimizer state with master, gradients that are kept, workspaces."""
-
-    weights: int
-    optimizer: int
-    gradients: int
-    workspace: int
-
-    @property
-    def total_nbytes(self) -> int:
-        return self.weights + self.optimizer + self.gradients + self.workspace
-
-
-def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Resting:
-    """Formula `resting`. step_done False: before the first step, when there is no optimizer state yet."""
-    sharding = resolved.sharding
-    weight_share = 1 / sharding.ranks if sharding.splits_weights else 1.0
-    optimizer_share = 1 / sharding.ranks if sharding.splits_optimizer else 1.0
-    gradient_share = 1 / sharding.ranks if sharding.splits_gradients else 1.0
-    expert_share = 1 / resolved.expert_ranks if sharding.splits_optimizer else 1.0
-
-    def weights(unit: Unit) -> float:
-        return weight_share * (
-            unit.trained_numel * resolved.trained_itemsize
-            + unit.frozen_numel * resolved.frozen_itemsize
-            + unit.adapter_numel * resolved.adapter_itemsize
-            + unit.quantised_nbytes
-        )
-
-    state = 0.0
-    if step_done and resolved.optimizer.on_device:
-        state = units.total(
-            lambda unit: optimizer_nbytes(unit, resolved.optimizer, optimizer_share, optimizer_share, expert_share)
-        )
-    elif resolved.optimizer.master and resolved.optimizer.on_device:
-        state = units.total(
-            lambda unit: (unit.trained_numel + unit.adapter_numel) * optimizer_share * resolved.optimizer.master
-        )
-    kept = 0.0
-    if resolved.gradients_at_rest:
-        kept = units.total(lambda unit: gradient_share * _gradient_nbytes(unit, resolved))
-    return Resting(round(units.total(weights)), round(state), round(kept), resolved.workspace_nbytes)
-
-
-def _gradient_nbytes(unit: Unit, resolved: Resolved) -> float:
-    if resolved.sharding.flat_gradients:
-        return unit.numel * resolved.sharding.gathered_itemsize if unit.trained_numel + unit.adapter_numel else 0
-    return unit.trained_numel * resolved.gradient_itemsize + unit.adapter_numel * resolved.adapter_itemsize
 
 
 def instants(
@@ -152,12 +77,15 @@ class _Step:
             gradients=round(rest.gradients + gradients),
             activations=round(activations),
             logits=round(logits),
-            communication=round(communication),
+            communication=round(communication + rest.buffers),
             temporaries=round(temporaries + rest.workspace),
         )
 
     def _load(self) -> Instant:
         largest = max((unit.largest_numel or unit.quantised_numel for _, _, unit in self._all_units()), default=0)
+        if self.resolved.loads_whole:
+            whole = self.units.total(lambda unit: unit.numel * self.resolved.style.weight + unit.quantised_nbytes)
+            return Instant("load", weights=round(whole), temporaries=largest * self.resolved.style.compute)
         return Instant("load", weights=self.rest.weights, temporaries=largest * self.resolved.style.compute)
 
     def _all_units(self) -> list[tuple[str, int, Unit]]:
@@ -180,26 +108,17 @@ class _Step:
         return 4 * _INT64 * self.resolved.tokens
 
     def _gathered_root(self, *parts: Unit) -> int:
-        """FSDP: what stands outside the layers is one unit, gathered from the first forward to the last backward; where
-        embeddings and head are units of their own, only ``parts`` are gathered."""
+        """What is gathered of the parts outside the layers while ``parts`` run; no part: while layers do."""
         sharding = self.resolved.sharding
-        if not sharding.splits_weights or sharding.kind == "zero3":
-            return 0
-        outer = parts if sharding.wrap_embeddings else (self.units.embedding, self.units.head, self.units.root)
-        numel = sum(unit.numel for unit in outer)
-        if sharding.whole_model_unit:
-            numel += sum(count * unit.numel for _, count, unit in self.units.layers)
-        return numel * sharding.gathered_itemsize
+        if sharding.kind == "zero3":
+            return turn_nbytes(self.units, sharding) if parts else 0
+        return fsdp.root_nbytes(self.units, parts, sharding)
 
     def _gathered_layer(self, unit: Unit, units_alive: int, copied: int = 0) -> int:
-        """``units_alive`` units of this size, gathered; ``copied``: collectives' outputs that wait beside them."""
         sharding = self.resolved.sharding
-        if not sharding.splits_weights or sharding.whole_model_unit:
-            return 0
-        one = unit.numel * sharding.gathered_itemsize + unit.quantised_nbytes
         if sharding.kind == "zero3":
-            return zero_gathered_nbytes(self.units, unit, sharding)
-        return one * (units_alive + copied)
+            return gathered_nbytes(self.units, unit, sharding)
+        return fsdp.layer_nbytes(unit, units_alive + copied, sharding)
 
     def _forward(self) -> list[Instant]:
         resolved, base = self.resolved, self._inputs() + self._embedding_scratch()
@@ -274,12 +193,16 @@ class _Step:
 
     def _all_gradients(self) -> float:
         resolved = self.resolved
-        share = self._gradient_share()
-        return self.units.total(lambda unit: share * _gradient_nbytes(unit, resolved))
+        if resolved.gradients_on_host:
+            return 0.0
+        share = 1 / resolved.sharding.ranks if resolved.sharding.splits_gradients else 1.0
+        return self.units.total(lambda unit: share * gradient_nbytes(unit, resolved))
 
     def _backward(self) -> list[Instant]:
         resolved, sharding = self.resolved, self.resolved.sharding
-        share = self._gradient_share()
+        share = 1 / sharding.ranks if sharding.splits_gradients else 1.0
+        share = 0.0 if resolved.gradients_on_host else share
+        buffers = backward_buffers_nbytes(self.units, resolved)
         before = self._earlier_gradients()
         done = 0.0
         base = self._inputs() + self.flight
@@ -299,22 +222,20 @@ class _Step:
                 )
             )
             if not earlier and not resolved.update_in_backward:
-                done += share * _gradient_nbytes(self.units.head, resolved)
+                done += share * gradient_nbytes(self.units.head, resolved)
         tied = self._tied_gradient()
         kept = self.kept
         best: Instant | None = None
         retained = 0
-        root_gradient = 0.0
-        if sharding.splits_gradients and sharding.kind in ("fsdp1", "fsdp2") and not sharding.wrap_embeddings:
-            # The root's gradients are reduced together, after the last layer's: the head's waits until then.
-            root_gradient = self.units.head.trained_numel * sharding.gathered_itemsize
+        root_gradient = fsdp.root_gradient_nbytes(self.units, sharding)
         previous = self.units.head
         for number in reversed(range(len(self.order))):
             unit, figures = self.layers[self.order[number]][2], self._figures(number)
             kept -= self._kept_of(number)
             own = self._own_backward(number, figures)
             alive = 1 + (sharding.prefetched_units if number else 0)
-            unreduced = self._unreduced(unit, previous)
+            gathered = self._gathered_layer(unit, alive, sharding.copied_in_backward)
+            unreduced = fsdp.unreduced_nbytes(unit, previous, sharding, first=previous is self.units.head)
             previous = unit
             if sharding.flat_gradients:
                 # the pieces are in the layer's own backward; then one tensor is made of them
@@ -325,10 +246,7 @@ class _Step:
                 gradients=before + done + (0 if earlier else in_layer),  # earlier ones are added to in place
                 activations=kept + base + retained + own - in_layer,
                 logits=self.head.held_nbytes if self.head is not None else 0,
-                communication=root
-                + self._gathered_layer(unit, alive, sharding.copied_in_backward)
-                + unreduced
-                + root_gradient,
+                communication=root + gathered + unreduced + root_gradient + buffers,
             )
             if best is None or one.total_nbytes > best.total_nbytes:
                 best = one
@@ -336,15 +254,15 @@ class _Step:
                 retained += 2 * figures.boundary_nbytes
             retained += figures.outliving_nbytes
             if not earlier and not resolved.update_in_backward:
-                done += share * _gradient_nbytes(unit, resolved)
+                done += share * gradient_nbytes(unit, resolved)
         assert best is not None
         result.append(best)
         if resolved.longest_first and sharding.accumulates_whole and resolved.accumulation > 1:
             result.append(self._later_micro_batch(root))
         embedding = self.units.embedding
         if embedding.trained_numel:
-            # Of a tied head's gradient, which is a view, and the embedding's the sum is a third tensor
-            # (tape/core.py); of a head in chunks it is a sum already, and the embedding's is added to it in place.
+            # Of a tied head's gradient, which is a view, and the embedding's the sum is a third tensor (tape/core.py);
+            # of a head in chunks it is a sum already, and the embedding's is added to it in place.
             thirds = 2 if tied and resolved.loss != "chunked" else 1
             dense = embedding.trained_numel * resolved.style.compute * thirds
             result.append(
@@ -353,7 +271,7 @@ class _Step:
                     gradients=before + done + tied,
                     activations=base + retained,
                     temporaries=dense,
-                    communication=root + root_gradient,
+                    communication=root + root_gradient + buffers,
                 )
             )
         return result
@@ -396,38 +314,30 @@ class _Step:
             figures.recorded_nbytes + figures.output_nbytes,
         )
 
-    def _whole_gradients(self, unit: Unit) -> float:
-        """Gradients of one unit before they are reduced, beside what a rank keeps of them."""
-        sharding = self.resolved.sharding
-        trained = unit.trained_numel + unit.adapter_numel
-        if sharding.flat_gradients and trained:
-            trained = unit.numel
-        wide = trained * sharding.reduce_itemsize if sharding.reduce_itemsize != sharding.gathered_itemsize else 0
-        return trained * sharding.gathered_itemsize + wide
-
-    def _unreduced(self, unit: Unit, previous: Unit) -> float:
-        """Gradients of one unit before they are reduced, beside what a rank keeps of them. previous: the unit whose
-        backward ran before. Formula `fsdp-reduction`."""
-        sharding = self.resolved.sharding
-        if sharding.kind not in ("fsdp1", "fsdp2") or sharding.ranks == 1:
-            return 0
-        if sharding.reduces_one_behind:
-            trained = unit.trained_numel + unit.adapter_numel
-            before = previous.trained_numel + previous.adapter_numel
-            if previous is self.units.head and not sharding.wrap_embeddings:
-                before = 0  # the root is reduced last
-            return trained * sharding.gathered_itemsize + before * sharding.reduce_itemsize
-        return self._whole_gradients(unit) * (1 + sharding.pending_reductions)
+    def _reduction(self) -> Instant | None:
+        """ZeRO 1: all gradients are there, a bucket, and the copy of what this rank keeps of them."""
+        resolved, sharding = self.resolved, self.resolved.sharding
+        if sharding.kind != "zero1" or sharding.ranks == 1:
+            return None
+        whole = 0.0 if resolved.gradients_at_rest else self._all_gradients()
+        return self._instant(
+            "reduction of gradients",
+            gradients=whole * (1 + 1 / sharding.ranks),
+            communication=backward_buffers_nbytes(self.units, resolved),
+        )
 
     def _step(self) -> Instant:
         resolved, sharding = self.resolved, self.resolved.sharding
         share = 1 / sharding.ranks if sharding.splits_optimizer else 1.0
         facts = resolved.optimizer
         gradients = 0.0 if resolved.gradients_at_rest else self._all_gradients()
+        if sharding.kind == "zero1":
+            gradients *= share  # what other ranks update is let go first (free_grad_in_param_list)
         if resolved.update_in_backward:
             largest = max(unit.largest_numel for _, _, unit in self._all_units())
             return self._instant("optimizer step", temporaries=largest * (facts.step or facts.step_largest))
         trained = self.units.total(lambda unit: share * (unit.trained_numel + unit.adapter_numel))
-        widest = max(unit.largest_numel for _, _, unit in self._all_units()) * share
-        temporaries = trained * facts.step + widest * facts.step_largest
+        part = max(unit.largest_numel for _, _, unit in self._all_units()) * share
+        temporaries = trained * facts.step + part * facts.step_largest if facts.on_device else 0.0
+        temporaries += step_nbytes(self.units, resolved, share)
         return self._instant("optimizer step", gradients=gradients, temporaries=temporaries)

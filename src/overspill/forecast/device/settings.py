@@ -73,6 +73,10 @@ class Sharding:
     copied_units: int = 0
     copied_in_backward: int = 0
     reduces_one_behind: bool = False
+    counts_active: bool = False
+    max_reuse_numel: int = 1_000_000_000
+    sub_group_numel: int = 1_000_000_000
+    stage_1_buckets: bool = True
     casts_shards: bool = False
     flat_gradients: bool = False
     accumulates_whole: bool = False
@@ -136,6 +140,9 @@ class Resolved:
     longest_first: bool = False
     holds_last_step: bool = False
     compiled_loss: bool = False
+    gradients_on_host: bool = False
+    weights_on_host: bool = False
+    loads_whole: bool = False
     expert_ranks: int = 1
     assumed: tuple[Assumed, ...] = ()
     notes: tuple[str, ...] = field(default=())

@@ -24,7 +24,8 @@ __all__ = ["HeadFigures", "LossCode", "head_figures", "run_head"]
 #: upcast: ``cross_entropy(logits.float())`` in the loop, the model's logits still held (torchtitan, torchtune).
 #: in_place: a kernel that writes the gradient over the logits it gets (Liger, Unsloth); prepared like ``shift``.
 #: fused_linear: the head's product is made in chunks inside the loss (Liger), gradients at once in forward.
-#: chunked: the head's output is whole, the upcast and the loss go chunk by chunk (torchtune's CEWithChunkedOutputLoss).
+#: chunked: head, upcast and loss go by pieces of each sequence, all pieces' logits being kept (torchtune's
+#: CEWithChunkedOutputLoss).
 #: split: head and loss run on a few rows at a time in the compute dtype, all logits and log-probabilities are kept
 #: (LitGPT's lm_head_chunk_size). vocab_parallel: Megatron's, in fp32 in place on a copy; te_fused: TransformerEngine's,
 #: in place on the logits.
@@ -73,13 +74,34 @@ def head_figures(
     """
     tape = Tape()
     memory = tape.memory
-    rows = run.tokens // (run.tensor if run.sequence_parallel else 1)
-    leaf = [tape.leaf(rows * hidden, run.style.residual, requires_grad=True)]
-    loss, held = run_head(
-        tape, run, leaf, code=code, shift=shift, hidden=hidden, vocab=vocab, final_norm=final_norm, softcap=softcap,
-        scaled=scaled, converts_outputs=converts_outputs, chunks=chunks, vocab_split=vocab_split,
-        holds=caller_holds_logits, compiled=compiled,
-    )  # fmt: skip
+    h = tape.leaf(run.tokens // layer.shard * hidden, run.style.residual, requires_grad=True)
+    h = parts.norm(layer, h, "final_norm", final_norm, hidden)
+    h = parts.enter(layer, h)
+    width = vocab // vocab_split
+    if code == "fused_linear":
+        loss = _fused_linear(layer, h, width)
+        held: Tensor | None = h
+        del h
+    elif code == "chunked":
+        box = [h]
+        del h
+        loss, held = _chunked(layer, box, width, chunks, recomputes=compiled), None
+    else:
+        plain = _plain_head(layer)
+        logits = ops.linear(tape, ops.cast(tape, h, run.style.compute), plain, run.tokens * width)
+        if scaled:
+            logits = ops.scale(tape, logits)
+        if softcap:
+            logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
+        _is_logits(logits)
+        box = [logits]
+        del logits
+        loss, held = _loss(
+            tape, box, code, shift, chunks, run, holds=caller_holds_logits, compiled=compiled, split=vocab_split
+        )
+        if converts_outputs and held is not None and held.itemsize != FP32:
+            held = tape.new(held.numel, FP32, Category.LOGITS)
+        del h
     forward = memory.peak_nbytes
     forward_logits = memory.at_peak
     if not caller_holds_logits:
@@ -168,7 +190,7 @@ def _loss(
     *,
     holds: bool,
     compiled: bool,
-    split: int = 1,
+    split: int,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss (a scalar), and the logits that the model returns. ``box`` holds the logits: they are taken out of it,
     so that nobody else keeps them."""
@@ -256,8 +278,7 @@ def _chunked(layer: Layer, box: list[Tensor], vocab: int, chunks: int, *, recomp
     TransformerDecoder.chunked_output and CEWithChunkedOutputLoss, 0.3 to 0.6). Formula `chunked-loss`.
 
     Backward runs every piece's loss before the head's products, so that all pieces' gradients are there at once, each
-    in
-    the place of logits that are freed with it; then each product's gradient of the head is added to the ones before.
+    in the place of logits that are freed with it; then each product's gradient of the head is added to the ones before.
     recomputes: the upcast and the loss are one compiled kernel, which keeps the logits and two numbers a row.
     """
     tape, weight, h = layer.tape, _plain_head(layer), box.pop()

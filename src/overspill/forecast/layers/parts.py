@@ -96,6 +96,8 @@ def norm(layer: Layer, x: Tensor, name: str, kind: str, width: int) -> Tensor:
     del factor
     if kind == "rms_fp32":  # Gemma: (1 + weight) in fp32, cast afterwards
         return ops.cast(tape, ops.mul_weight(tape, wide, layer.parameter(name, width, FP32)), out_size)
+    if style.norm == "wide":  # F.rms_norm(x.float(), weight).to(x.dtype): a weight of another dtype, so no fused kernel
+        return ops.cast(tape, ops.mul_weight(tape, wide, weight), out_size)
     narrow = ops.cast(tape, wide, x.itemsize if not style.norm_fp32_output else FP32)
     del wide
     return ops.mul_weight(tape, narrow, weight)
@@ -134,14 +136,14 @@ def _quantised_linear(tape: Tape, style: Style, x: Tensor, weight: Parameter, ou
     """bitsandbytes MatMul4Bit, auto-gptq's QuantLinear: the weight is dequantised for each use, nothing is saved."""
     back = x.itemsize
     narrow = ops.cast(tape, x, style.compute)
-    dequantised = tape.scratch(weight.numel * style.compute)
+    dequantised = _dequantised(tape, style, weight)
     out = tape.new(out_numel, narrow.itemsize)
     saved = (dequantised,) if style.saves_dequantised else ()
     del dequantised
     x_numel, x_size, needs = narrow.numel, narrow.itemsize, narrow.requires_grad
 
     def backward(tape: Tape, grad: Tensor) -> tuple[Tensor | None]:
-        held = None if style.saves_dequantised else tape.scratch(weight.numel * style.compute)
+        held = None if style.saves_dequantised else _dequantised(tape, style, weight)
         result = tape.new(x_numel, x_size, Category.TEMPORARIES) if needs else None
         del held
         return (result,)
@@ -149,6 +151,14 @@ def _quantised_linear(tape: Tape, style: Style, x: Tensor, weight: Parameter, ou
     out = tape.record((narrow,), saved, backward, out)
     del narrow
     return ops.cast(tape, out, back)  # bitsandbytes answers in the dtype of what it got
+
+
+def _dequantised(tape: Tape, style: Style, weight: Parameter) -> Tensor:
+    """One kernel writes it (bitsandbytes, a compiled torchao), or a chain of operations with int64 indices does."""
+    if style.dequantise_itemsize > style.compute:
+        burst = tape.scratch(weight.numel * style.dequantise_itemsize)
+        del burst
+    return tape.scratch(weight.numel * style.compute)
 
 
 def _with_adapter(layer: Layer, x: Tensor, out: Tensor, name: str, out_width: int) -> Tensor:

@@ -259,9 +259,8 @@ class Tape:
         if not parameter.keeps_grad:
             return  # handed on
         if parameter.grad is not None:
-            # The first came as a view (of the transposed product), which keeps its base: two owners, so the engine adds
-            # into a third tensor; what follows is added to that one in place (can_accumulate_inplace,
-            # input_buffer.cpp).
+            # The first came as a view (of the transposed product), which keeps its base: two owners, so the engine
+            # adds into a third tensor; what follows is added to that in place (input_buffer.cpp, accumulate).
             if not parameter.summed:
                 parameter.grad = self.new(parameter.numel, parameter.itemsize, Category.GRADIENTS)
                 parameter.summed = True
