@@ -52,4 +52,5 @@ def final_figures(facts: ModelFacts, resolved: Resolved, run: Run, units: Units)
         converts_outputs=resolved.converts_outputs,
         chunks=resolved.loss_chunks,
         vocab_split=resolved.tensor if resolved.loss_parallel else 1,
+        compiled=resolved.compiled_loss,
     )

@@ -13,6 +13,7 @@ from overspill.forecast.device import native
 from overspill.forecast.device.draft import ITEMSIZE
 from overspill.forecast.device.draft import Draft as _Draft
 from overspill.forecast.device.draft import set_optimizer as _set_optimizer
+from overspill.forecast.device.litgpt import resolve_litgpt
 from overspill.forecast.device.settings import Resolved, Sharding
 from overspill.forecast.device.versions import Versions
 from overspill.forecast.layers.head import LossCode

@@ -10,7 +10,7 @@ from __future__ import annotations
 from overspill.forecast.device.settings import Sharding
 from overspill.forecast.device.states import Unit, Units
 
-__all__ = ["layer_nbytes", "root_gradient_nbytes", "root_nbytes", "unreduced_nbytes"]
+__all__ = ["layer_nbytes", "root_gradient_nbytes", "root_nbytes", "unreduced_nbytes", "whole_nbytes"]
 
 
 def root_nbytes(units: Units, parts: tuple[Unit, ...], sharding: Sharding) -> int:
@@ -57,3 +57,12 @@ def unreduced_nbytes(unit: Unit, previous: Unit, sharding: Sharding, *, first: b
         # one and its copy for the reduction, which the host lets go when the hook returns.
         return max(full * (1 + sharding.pending_reductions), wide)
     return (full + wide) * (1 + sharding.pending_reductions)
+
+
+def whole_nbytes(unit: Unit, sharding: Sharding) -> int:
+    """A unit's gradients in the dtype that they come in, and in the reduction's where that differs."""
+    trained = unit.trained_numel + unit.adapter_numel
+    if sharding.flat_gradients and trained:
+        trained = unit.numel
+    wide = trained * sharding.reduce_itemsize if sharding.reduce_itemsize != sharding.gathered_itemsize else 0
+    return trained * sharding.gathered_itemsize + wide

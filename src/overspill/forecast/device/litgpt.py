@@ -12,13 +12,13 @@ from overspill.forecast.layers.litgpt import FIRST_PROMPT
 from overspill.forecast.layers.style import Adapter, LitGpt
 
 if TYPE_CHECKING:
-    from overspill.forecast.device.frameworks import _Draft
+    from overspill.forecast.device.draft import Draft
     from overspill.forecast.device.settings import Sharding
 
 __all__ = ["resolve_litgpt"]
 
 
-def resolve_litgpt(draft: _Draft) -> None:
+def resolve_litgpt(draft: Draft) -> None:
     """LitGPT's own models under Fabric, in one dtype throughout (bf16-true): docs/theory/litgpt.md, by version."""
     job, values, method = draft.job, draft.values, draft.job.method
     version, size = draft.versions["litgpt"], values["trained_itemsize"]
@@ -59,7 +59,7 @@ def resolve_litgpt(draft: _Draft) -> None:
         )  # fmt: skip
 
 
-def _bitsandbytes(draft: _Draft, version: tuple[int, ...]) -> tuple[int, ...]:
+def _bitsandbytes(draft: Draft, version: tuple[int, ...]) -> tuple[int, ...]:
     """What a job names, else the pin of LitGPT's own package (its metadata on PyPI)."""
     if "bitsandbytes" in draft.versions.named:
         return draft.versions["bitsandbytes"]

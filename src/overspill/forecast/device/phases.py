@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from overspill.forecast.device import fsdp
+from overspill.forecast.device.ends import early_layers, final_figures
 from overspill.forecast.device.resting import CATEGORIES, Instant, Resting, gradient_nbytes, resting
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units
@@ -195,7 +196,7 @@ class _Step:
         resolved = self.resolved
         if resolved.gradients_on_host:
             return 0.0
-        share = 1 / resolved.sharding.ranks if resolved.sharding.splits_gradients else 1.0
+        share = self._gradient_share()
         return self.units.total(lambda unit: share * gradient_nbytes(unit, resolved))
 
     def _backward(self) -> list[Instant]:
@@ -239,11 +240,11 @@ class _Step:
             previous = unit
             if sharding.flat_gradients:
                 # the pieces are in the layer's own backward; then one tensor is made of them
-                unreduced, own = 0.0, max(own, round(figures.boundary_nbytes + 2 * self._whole_gradients(unit)))
+                unreduced, own = 0, max(own, round(figures.boundary_nbytes + 2 * fsdp.whole_nbytes(unit, sharding)))
             in_layer = 0 if sharding.splits_gradients else figures.gradients_at_peak_nbytes
             one = self._instant(
                 "backward of a layer",
-                gradients=before + done + (0 if earlier else in_layer),  # earlier ones are added to in place
+                gradients=before + done + tied + (0 if earlier else in_layer),  # earlier ones are added to in place
                 activations=kept + base + retained + own - in_layer,
                 logits=self.head.held_nbytes if self.head is not None else 0,
                 communication=root + gathered + unreduced + root_gradient + buffers,
@@ -281,7 +282,7 @@ class _Step:
         number = len(self.order) - 1
         unit, figures = self.layers[self.order[number]][2], self._figures(number)
         before = (self.kept - self._kept_of(number) + self._inputs()) // 2
-        joined = round(figures.boundary_nbytes / 2 + 2 * self._whole_gradients(unit))
+        joined = round(figures.boundary_nbytes / 2 + 2 * fsdp.whole_nbytes(unit, self.resolved.sharding))
         own = max(self._own_backward(number, figures) // 2, joined)
         return self._instant(
             "later micro-batch",

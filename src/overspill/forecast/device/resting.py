@@ -86,4 +86,7 @@ def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Rest
 
 
 def gradient_nbytes(unit: Unit, resolved: Resolved) -> float:
+    """Of one unit, before it is split over ranks."""
+    if resolved.sharding.flat_gradients:
+        return unit.numel * resolved.sharding.gathered_itemsize if unit.trained_numel + unit.adapter_numel else 0
     return unit.trained_numel * resolved.gradient_itemsize + unit.adapter_numel * resolved.adapter_itemsize

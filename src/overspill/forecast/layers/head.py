@@ -74,34 +74,13 @@ def head_figures(
     """
     tape = Tape()
     memory = tape.memory
-    h = tape.leaf(run.tokens // layer.shard * hidden, run.style.residual, requires_grad=True)
-    h = parts.norm(layer, h, "final_norm", final_norm, hidden)
-    h = parts.enter(layer, h)
-    width = vocab // vocab_split
-    if code == "fused_linear":
-        loss = _fused_linear(layer, h, width)
-        held: Tensor | None = h
-        del h
-    elif code == "chunked":
-        box = [h]
-        del h
-        loss, held = _chunked(layer, box, width, chunks, recomputes=compiled), None
-    else:
-        plain = _plain_head(layer)
-        logits = ops.linear(tape, ops.cast(tape, h, run.style.compute), plain, run.tokens * width)
-        if scaled:
-            logits = ops.scale(tape, logits)
-        if softcap:
-            logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
-        _is_logits(logits)
-        box = [logits]
-        del logits
-        loss, held = _loss(
-            tape, box, code, shift, chunks, run, holds=caller_holds_logits, compiled=compiled, split=vocab_split
-        )
-        if converts_outputs and held is not None and held.itemsize != FP32:
-            held = tape.new(held.numel, FP32, Category.LOGITS)
-        del h
+    rows = run.tokens // (run.tensor if run.sequence_parallel else 1)
+    leaf = [tape.leaf(rows * hidden, run.style.residual, requires_grad=True)]
+    loss, held = run_head(
+        tape, run, leaf, code=code, shift=shift, hidden=hidden, vocab=vocab, final_norm=final_norm, softcap=softcap,
+        scaled=scaled, converts_outputs=converts_outputs, chunks=chunks, vocab_split=vocab_split,
+        holds=caller_holds_logits, compiled=compiled,
+    )  # fmt: skip
     forward = memory.peak_nbytes
     forward_logits = memory.at_peak
     if not caller_holds_logits:
@@ -167,6 +146,7 @@ def run_head(
         logits = ops.scale(tape, logits)
     if softcap:
         logits = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, logits), saves_output=True))
+    _is_logits(logits)
     box = [logits]
     del logits
     loss, held = _loss(tape, box, code, shift, chunks, run, holds=holds, compiled=compiled, split=vocab_split)

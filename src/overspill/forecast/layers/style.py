@@ -92,3 +92,4 @@ class Style:
     compiled: bool = False
     expert_linears: bool = False
     dequantise_itemsize: int = 0
+    litgpt: LitGpt | None = None
