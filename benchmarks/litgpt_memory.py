@@ -1,10 +1,10 @@
 """Measure what LitGPT's own modules keep: one block and the model's end, for tests/unit/litgpt_measured.json.
 
 Needs litgpt and lightning, which the project does not depend on; run it in an environment of its own:
-``python benchmarks/litgpt_memory.py > out.json`` prints one version's cases. A dispatch mode watches every storage that
-an operation makes, on the CPU in bf16. Three operations are stand-ins for what a GPU runs: dropout is native_dropout,
-which keeps one byte an element; attention lays its result out as its queries and holds what flash-attn 2 holds
-(csrc/flash_attn/flash_api.cpp); the 4-bit matmul holds its input as bitsandbytes 0.42's MatMul4Bit does.
+``python benchmarks/litgpt_memory.py [shape …] > out.json`` prints one version's cases. A dispatch mode watches every
+storage that an operation makes, on the CPU in bf16. Three operations are stand-ins for what a GPU runs: dropout is
+native_dropout, which keeps one byte an element; attention lays its result out as its queries and holds what
+flash-attn 2 holds (csrc/flash_attn/flash_api.cpp); the 4-bit matmul holds its input as bitsandbytes 0.42's MatMul4Bit.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import json
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,6 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "stablelm": {"name": "stablelm-base-alpha-3b", "n_embd": 512, "n_head": 8, "n_query_groups": 8,
                  "intermediate_size": 2048},
 }  # fmt: skip
+SHAPES["gemma2"] = {"name": "Gemma-2-2b", "n_embd": 512, "n_head": 8, "n_query_groups": 4, "intermediate_size": 2048,
+                    "head_size": 64}  # fmt: skip
 VOCABULARY, LENGTH, RANK = 8192, 512, 8
 CASES = [
     (shape, method, batch)
@@ -215,7 +218,10 @@ def main() -> None:
     scale = torch.nn.functional
     scale.dropout = lambda x, p=0.5, training=True, inplace=False: torch.native_dropout(x, p, training)[0]  # type: ignore[assignment]
     scale.scaled_dot_product_attention = _attention  # type: ignore[assignment]
-    cases = [measure(*case) for case in CASES]
+    from litgpt.config import name_to_config
+
+    wanted = sys.argv[1:] or [shape for shape in SHAPES if SHAPES[shape]["name"] in name_to_config]
+    cases = [measure(*case) for case in CASES if case[0] in wanted]
     versions = {name: importlib.metadata.version(name) for name in ("litgpt", "lightning", "torch")}
     settings = {"vocabulary": VOCABULARY, "length": LENGTH, "rank": RANK}
     print(json.dumps({**versions, **settings, "cases": cases}, indent=1))

@@ -198,7 +198,7 @@ def _layer_unit(
                 groups = owner.in_features / (method.group_size or owner.in_features)
                 quantised += 2.5 * groups * numel / owner.in_features  # an fp16 scale and a 4-bit zero
                 quantised += 4 * owner.in_features * owner.experts if quantised_as == "gptq4" else 0  # g_idx, int32
-        elif trained or (second and name.rpartition(".")[0] not in linears):  # adapter_v2 trains the norms
+        elif trained or (second and _is_adapter_norm(name, kind, linears)):
             trained_numel += numel
             expert_numel += numel if is_expert else 0
             largest = max(largest, numel)
@@ -231,6 +231,13 @@ def _layer_unit(
         expert_numel=expert_numel,
         tensors=tensors,
     )
+
+
+def _is_adapter_norm(name: str, kind: LayerKind, linears: dict[str, LinearShape]) -> bool:
+    """adapter_v2 trains the norms before attention and MLP: not those after them, nor those of queries and keys."""
+    owner = name.rpartition(".")[0]
+    after = kind.norms > 2 and owner.startswith("post_")
+    return owner not in linears and "." not in owner and not after
 
 
 def _prompt_numel(job: Job, kind: LayerKind) -> int:

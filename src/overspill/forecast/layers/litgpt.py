@@ -68,7 +68,8 @@ def norm(layer: Layer, x: Tensor, name: str, kind: NormKind, width: int) -> Tens
     if kind == "none":
         return x
     tape, code = layer.tape, _facts(layer)
-    trained = layer.trained(name) or code.prompt == "adapter_v2"
+    # adapter_v2.adapter_filter names these, and neither the norms after a part nor those of queries and keys
+    trained = layer.trained(name) or (code.prompt == "adapter_v2" and name in ("norm_1", "norm_2", "final_norm"))
     weight = Parameter(width, layer.style.weight, trained=trained, keeps_grad=layer.keeps_grads)
     rows = x.numel // width
     if kind in ("layer", "layer_fp32"):
@@ -246,6 +247,8 @@ def _prompt(layer: Layer, q: Tensor, out: Tensor, facts: AttentionFacts) -> Tens
     gate = Parameter(facts.heads, size, trained=True, keeps_grad=layer.keeps_grads)
     keys = ops.fused(tape, (prefix,), 2 * PROMPT_TOKENS * facts.query_width, size)
     lse = FP32 * facts.heads * layer.tokens
+    if facts.softcap:  # written out: tanh's result, the softmax in fp32 and its bf16 copy
+        lse = (2 * size + FP32) * PROMPT_TOKENS * facts.heads * layer.tokens
     asked = ops.fused(
         tape, (q, keys), out.numel, out.itemsize, saves=(q, keys), extra_saved_nbytes=lse, saves_output=True,
         backward_scratch_nbytes=lse,
@@ -262,9 +265,8 @@ def _scores(layer: Layer, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts
     scores = ops.scale(tape, ops.matmul(tape, q, k, pairs))
     scores = ops.scale(tape, scores)
     scores = ops.scale(tape, ops.elementwise(tape, scores, saves_output=True))  # tanh
-    mask = tape.new(length * length, q.itemsize)
+    _mask = tape.new(length * length, q.itemsize)  # alive to the end
     scores = ops.scale(tape, scores)
-    del mask
     # torch fuses the cast into softmax for fp16 on a GPU alone: bf16 is cast first
     weights = ops.softmax(tape, ops.cast(tape, scores, FP32))
     del scores
