@@ -1,9 +1,9 @@
-"""Kernel-level memory, published by Liger-Kernel beside torch's own, against the same operations on the forecast's tape.
+"""Kernel-level memory that Liger-Kernel published, of its own kernels and torch's, against the forecast's tape.
 
 Each kernel is run as the published benchmark does it (benchmark/scripts of linkedin/Liger-Kernel): ten times, so that
-gradients of the round before are there; with retain_graph, so that nothing saved goes while backward runs; the median of
-max_memory_allocated. What a layer of the forecast does is called, not copied; the compositions written here (layer norm's
-partial sums, rotary embedding in place) follow the kernel's published autograd function, named beside each.
+gradients of the round before are there; with retain_graph, so that nothing saved goes while backward runs; the median
+of max_memory_allocated. What a layer of the forecast does is called, not copied; the compositions written here (partial
+sums of norms, rotary embedding in place) follow the kernel's published autograd function, named beside each.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from overspill.forecast.layers import head, parts
 from overspill.forecast.layers.parts import Layer
 from overspill.forecast.layers.style import Style
 from overspill.forecast.tape import Tape, Tensor, ops
+from overspill.forecast.tape.core import Node
 from overspill.model.facts import LinearShape
 from overspill.units import MiB
 
@@ -114,7 +115,11 @@ def _bench(row: dict[str, str]) -> Bench:
 
 
 def _peak(
-    tape: Tape, held: Sequence[Tensor], forward: Callable[[], Tensor], gradient: Callable[[Tensor], Tensor], *,
+    tape: Tape,
+    held: Sequence[Tensor],
+    forward: Callable[[], Tensor],
+    gradient: Callable[[Tensor], Tensor],
+    *,
     forward_only: bool,
 ) -> int:
     """The highest instant of a step. held: what is there before it; gradient: of the output, made or given."""
@@ -131,10 +136,12 @@ def _peak(
 
 
 def _saved(root: Tensor) -> list[Tensor]:
-    waiting, kept, seen = [root.node], [], set()
+    waiting: list[object] = [root.node]
+    kept: list[Tensor] = []
+    seen: set[int] = set()
     while waiting:
         node = waiting.pop()
-        if node is None or id(node) in seen or not hasattr(node, "saved"):
+        if not isinstance(node, Node) or id(node) in seen:
             continue
         seen.add(id(node))
         kept += [Tensor(one.storage, one.numel, one.itemsize) for one in node.saved]
@@ -287,7 +294,9 @@ def _workspaces(tape: Tape, bench: Bench) -> list[Tensor]:
     return [tape.scratch(bench.workspace_nbytes) for _ in range(2)]
 
 
-def _layer(tape: Tape, bench: Bench, rows: int, linears: dict[str, LinearShape], weight: int = 0, **style: Any) -> Layer:
+def _layer(
+    tape: Tape, bench: Bench, rows: int, linears: dict[str, LinearShape], weight: int = 0, **style: Any
+) -> Layer:
     return Layer(
         tape=tape,
         style=Style(residual=bench.dtype, compute=bench.dtype, weight=weight or bench.dtype, **style),

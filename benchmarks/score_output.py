@@ -40,7 +40,9 @@ def report(
         "rows": {row.id: _row(row) for row in rows},
         "not_mapped": {row.id: row.reason for row in rows if not row.mapped},
         "components": None if kernels is None else [asdict(one) | {"error": one.error} for one in kernels],
-        "competitors": None if others is None else {name: tool.get("note", "") for name, tool in others["tools"].items()},
+        "competitors": None
+        if others is None
+        else {name: tool.get("note", "") for name, tool in others["tools"].items()},
     }
 
 
@@ -90,7 +92,7 @@ def compact(full: dict[str, Any]) -> str:
         span = row["interval"] or {"low_gib": None, "likely_gib": None, "high_gib": None}
         rows[name] = [
             row["kind"], row["measured_gib"], span["low_gib"], span["likely_gib"], span["high_gib"], row["error"],
-            row["probability"], row["verdict"], row["reason"] or row["repeats"] and f"repeats {row['repeats']}",
+            row["probability"], row["verdict"], row["reason"] or (row["repeats"] and f"repeats {row['repeats']}"),
         ]  # fmt: skip
     small = {**full, "row_columns": _ROW, "rows": rows}
     lines = [f"{json.dumps(key)}: {_block(value)}" for key, value in small.items()]
@@ -99,9 +101,12 @@ def compact(full: dict[str, Any]) -> str:
 
 def _block(value: Any) -> str:
     """One line for each entry of a top-level list or table: diffs stay readable."""
-    dumped = lambda one: json.dumps(one, separators=(",", ":"))  # noqa: E731
     if isinstance(value, dict) and len(value) > 6:
-        return "{\n" + ",\n".join(f"{json.dumps(key)}:{dumped(one)}" for key, one in value.items()) + "}"
+        return "{\n" + ",\n".join(f"{json.dumps(key)}:{_dense(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list) and len(value) > 6:
-        return "[\n" + ",\n".join(dumped(one) for one in value) + "]"
-    return dumped(value)
+        return "[\n" + ",\n".join(_dense(one) for one in value) + "]"
+    return _dense(value)
+
+
+def _dense(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -19,7 +19,7 @@ from truth_cards import card_of, with_capacity
 from truth_spread import readings, spanned_kinds
 
 from overspill.errors import OverspillError
-from overspill.forecast.device.result import DeviceForecast, forecast_device
+from overspill.forecast.device.result import forecast_device
 from overspill.units import GiB
 
 __all__ = ["COLUMNS", "BadTable", "Row", "read_rows", "score_row", "score_rows"]
@@ -63,7 +63,7 @@ class Virtual:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row and its forecast; GiB. reason: why there is no forecast, or no verdict. repeats: the id that it repeats."""
+    """One row and its forecast; GiB. reason: why there is no forecast. repeats: the id of the row that it repeats."""
 
     id: str
     source: str
@@ -177,7 +177,7 @@ def score_row(row: dict[str, str], repeats: str = "") -> Row:
         reason = str(error)
     except OverspillError as error:
         reason = f"{error.message} ({error.code})"
-    except Exception as error:  # noqa: BLE001: one row that breaks the forecast is named in the table, the others count
+    except Exception as error:  # noqa: BLE001  one broken row is named, the others count
         reason = f"the mapping or the forecast broke: {type(error).__name__}: {error}"
     return Row(**base, reason=reason)  # type: ignore[arg-type]
 

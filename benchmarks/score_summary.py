@@ -180,7 +180,9 @@ def _shown(kind: str, points: list[Point]) -> tuple[list[Target], dict[str, floa
         else:
             gain = 1 - mine / theirs if theirs else 0.0
             figure, met = f"{mine:.2%} against {theirs:.2%}: {gain:+.0%}", gain >= 0.25
-        targets.append(Target(f"{kind}: {name} against the best constant ratio", "at least 25% less", figure, met, count, sources))
+        targets.append(
+            Target(f"{kind}: {name} against the best constant ratio", "at least 25% less", figure, met, count, sources)
+        )
     covered, width = over_sources(points, coverage), over_sources(points, _width)
     nothing = "nothing to score"
     targets.append(
@@ -264,6 +266,8 @@ def group_figures(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
         groups = _cells_of(usable, lambda row, key=key: (row.kind, key(row), ""), fewest=1)  # type: ignore[misc]
         result[name] = {}
         for one in groups:
-            figures = {what: value for what, value in asdict(one).items() if what not in ("kind", "framework", "method")}
+            figures = {
+                what: value for what, value in asdict(one).items() if what not in ("kind", "framework", "method")
+            }
             result[name][f"{one.kind} {one.framework}".strip()] = figures
     return result

@@ -30,7 +30,10 @@ def terminal(rows: Sequence[Row], summary: Summary) -> str:
             lines.append(f"  {cell.median_error:7.2%} {cell.framework}, {cell.method} ({cell.rows} rows)")
     missing = [row for row in rows if not row.mapped]
     lines += ["", f"not mapped: {len(missing)}"]
-    lines += [f"  {len(ids)}: {reason} ({', '.join(ids[:6])}{', …' if len(ids) > 6 else ''})" for reason, ids in _reasons(missing)]
+    lines += [
+        f"  {len(ids)}: {reason} ({', '.join(ids[:6])}{', …' if len(ids) > 6 else ''})"
+        for reason, ids in _reasons(missing)
+    ]
     return "\n".join(lines)
 
 
@@ -81,7 +84,9 @@ def _targets(summary: Summary) -> str:
 
 
 def _cells(summary: Summary) -> str:
-    text = [f"## By framework and method\n\nCells with at least {CELL_ROWS} distinct rows, worst first; torch.compile apart."]
+    text = [
+        f"## By framework and method\n\nCells of at least {CELL_ROWS} distinct rows, worst first; torch.compile apart."
+    ]
     for kind in FIGURES:
         cells = [one for one in summary.cells if one.kind == kind]
         body = [_cell(one) for one in cells] or [("none",) + ("",) * 7]
@@ -89,7 +94,17 @@ def _cells(summary: Summary) -> str:
     return "\n\n".join(text)
 
 
-_CELL_HEAD = ("framework", "method", "rows", "sources", "median error", "90th percentile", "bias", "interval holds", "width")
+_CELL_HEAD = (
+    "framework",
+    "method",
+    "rows",
+    "sources",
+    "median error",
+    "90th percentile",
+    "bias",
+    "interval holds",
+    "width",
+)
 
 
 def _cell(one: Cell) -> tuple[str, ...]:
@@ -106,9 +121,18 @@ def _verdicts(summary: Summary) -> str:
             body.append((name, "0", "", "", "", ""))
         else:
             body.append(
-                (name, str(one.count), f"{one.right:.1%}", f"{one.tight:.1%}", str(one.wrong), str(one.confidently_wrong))
+                (
+                    name,
+                    str(one.count),
+                    f"{one.right:.1%}",
+                    f"{one.tight:.1%}",
+                    str(one.wrong),
+                    str(one.confidently_wrong),
+                )
             )
-    note = "Tight counts as fits. The last column: it did not fit, and was said to fit with less than 5 % of running out."
+    note = (
+        "Tight counts as fits. The last column: it did not fit, and was said to fit with less than 5 % of running out."
+    )
     return f"## Verdicts\n\n{note}\n\n" + _table(("", "questions", "right", "tight", "wrong", "sure and wrong"), body)
 
 
@@ -117,18 +141,20 @@ def _apart(rows: Sequence[Row], summary: Summary) -> str:
         (one.kind, one.framework, one.method, str(one.rows), f"{one.coverage:.0%}", f"{one.relative_width:.0%}")
         for one in summary.unpredictable
     ]
-    note = "Rows whose source leaves out what the figure depends on. The interval spans what it may be; nothing else is scored."
+    note = "Rows whose source leaves out what the figure depends on: scored on whether the interval holds it."
     table = _table(("figure", "framework", "why", "rows", "interval holds", "width"), body or [("none",) + ("",) * 5])
     return f"## Not predictable as published\n\n{note}\n\n{table}"
 
 
 def _worst(rows: Sequence[Row]) -> str:
-    text = [f"## Largest errors\n\nThe {WORST} rows of all kinds with the largest |error|, with the reason where it is known."]
+    text = [f"## Largest errors\n\nThe {WORST} rows with the largest |error|, with the reason where it is known."]
     causes = tomllib.loads(_CAUSES.read_text(encoding="utf-8"))["cause"] if _CAUSES.is_file() else []
     scored = [row for row in rows if row.scored and row.error is not None]
     scored.sort(key=lambda row: -abs(row.error or 0.0))
     body = [_worst_row(row, causes) for row in scored[:WORST]]
-    text.append(_table(("row", "figure", "framework, method", "model", "measured", "forecast", "error", "reason"), body))
+    text.append(
+        _table(("row", "figure", "framework, method", "model", "measured", "forecast", "error", "reason"), body)
+    )
     wrong = [row for row in rows if row.scored and row.judged is not None and not row.judged.right]
     if wrong:
         body = [
@@ -154,10 +180,16 @@ def _worst_row(row: Row, causes: Sequence[dict[str, str]]) -> tuple[str, ...]:
 
 
 def _reason(row: Row, causes: Sequence[dict[str, str]]) -> str:
-    """Of known_errors.toml, the first cause whose every condition is found in the row; else what the row leaves open."""
+    """Of known_errors.toml, the first cause whose every condition is in the row; else what the row leaves open."""
     for one in causes:
         conditions = {key: value for key, value in one.items() if key != "reason"}
-        seen = {"framework": row.framework, "method": ", ".join(row.cell), "kind": row.kind, "notes": row.notes, "model": row.model}
+        seen = {
+            "framework": row.framework,
+            "method": ", ".join(row.cell),
+            "kind": row.kind,
+            "notes": row.notes,
+            "model": row.model,
+        }
         if all(value in seen[key] for key, value in conditions.items()):
             return one["reason"]
     if not row.versions:
@@ -176,7 +208,9 @@ def _unmapped(rows: Sequence[Row]) -> str:
 
 def _reasons(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
     groups = by_source(rows, lambda row: row.reason)
-    return sorted(((reason, [row.id for row in group]) for reason, group in groups.items()), key=lambda one: -len(one[1]))
+    return sorted(
+        ((reason, [row.id for row in group]) for reason, group in groups.items()), key=lambda one: -len(one[1])
+    )
 
 
 def _components(kernels: list[Kernel] | None) -> str:
@@ -205,27 +239,37 @@ def _competitors(rows: Sequence[Row], others: dict[str, Any] | None) -> str:
     by_id = {row.id: row for row in rows}
     body = []
     for name, tool in others["tools"].items():
-        pairs = _pairs(by_id, tool.get("rows", {}))
-        if not pairs:
-            body.append((name, tool.get("version", ""), "0", "", "", "", tool.get("note", "")))
-            continue
-        theirs = _mean_over_sources([(row.source, abs(value / row.measured - 1)) for row, value in pairs if row.measured])
-        ours = _mean_over_sources([(row.source, abs(row.error)) for row, _ in pairs if row.error is not None])
-        low = sum(value < row.measured for row, value in pairs if row.measured) / len(pairs)
-        body.append(
-            (name, tool.get("version", ""), str(len(pairs)), f"{theirs:.1%}", f"{ours:.1%}", f"{low:.0%}", tool.get("note", ""))
-        )
-    head = ("estimator", "version", "rows", "its median error", "ours on these rows", "too low", "what it takes, what it says")
-    note = "On the scored rows that each can take, against allocated; medians averaged over source files."
+        values, said = tool.get("rows", {}), (tool.get("version", ""), tool.get("note", ""))
+        compared = [(kind, _pairs(by_id, values, kind)) for kind in FIGURES]
+        for kind, pairs in compared:
+            if pairs:
+                body.append(_compared(name, kind, said, pairs))
+        if not any(pairs for _, pairs in compared):
+            body.append((name, said[0], "", "0", "", "", "", said[1]))
+    head = (
+        "estimator",
+        "version",
+        "figure",
+        "rows",
+        "its median error",
+        "ours on these rows",
+        "too low",
+        "what it takes",
+    )
+    note = "On the scored rows that each can take; medians of |error|, averaged over source files."
     return f"{title}\n\n{note}\n\n" + _table(head, body)
 
 
-def _pairs(by_id: dict[str, Row], values: dict[str, float]) -> list[tuple[Row, float]]:
-    return [
-        (by_id[name], value)
-        for name, value in values.items()
-        if name in by_id and by_id[name].scored and by_id[name].kind == "allocated" and by_id[name].measured
-    ]
+def _compared(name: str, kind: str, said: tuple[str, str], pairs: list[tuple[Row, float]]) -> tuple[str, ...]:
+    theirs = _mean_over_sources([(row.source, abs(value / row.measured - 1)) for row, value in pairs if row.measured])
+    ours = _mean_over_sources([(row.source, abs(row.error)) for row, _ in pairs if row.error is not None])
+    low = sum(value < row.measured for row, value in pairs if row.measured) / len(pairs)
+    return name, said[0], kind, str(len(pairs)), f"{theirs:.1%}", f"{ours:.1%}", f"{low:.0%}", said[1]
+
+
+def _pairs(by_id: dict[str, Row], values: dict[str, float], kind: str) -> list[tuple[Row, float]]:
+    rows = [(by_id[name], value) for name, value in values.items() if name in by_id]
+    return [(row, value) for row, value in rows if row.scored and row.kind == kind and row.measured]
 
 
 def _mean_over_sources(values: Sequence[tuple[str, float]]) -> float:

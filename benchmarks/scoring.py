@@ -1,8 +1,8 @@
 """Statistics of a scoreboard: errors, intervals, the best constant ratio, verdicts. Pure: rows in, figures out.
 
 Every figure is computed for each source file and then averaged over source files without weights, so that a file with
-two hundred rows says as much as one with five. Definitions: docs/reference/truth-format.md. Interval score: Gneiting and
-Raftery, Strictly proper scoring rules (2007), 6.2, here relative to the measured value.
+two hundred rows says as much as one with five. Definitions: docs/reference/truth-format.md. Interval score: Gneiting
+and Raftery, Strictly proper scoring rules (2007), 6.2, here relative to the measured value.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 __all__ = [
-    "ALPHA", "Baseline", "Judged", "Point", "Span", "Verdicts", "baseline", "by_source", "coverage", "interval_score", "median",
-    "over_sources", "quantile", "verdicts",
+    "ALPHA", "Baseline", "Judged", "Point", "Span", "Verdicts", "baseline", "by_source", "coverage", "interval_score",
+    "median", "over_sources", "quantile", "verdicts",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured figure beside its forecast. allocated: what the forecast says is allocated, GiB, for the baseline."""
+    """One measured figure beside its forecast. allocated: what the forecast says is allocated, for the baseline."""
 
     source: str
     measured: float

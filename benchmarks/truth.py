@@ -16,7 +16,7 @@ from overspill.errors import OverspillError
 from overspill.job import Job
 from overspill.model import ModelShape, read_model
 
-__all__ = ["Unmapped", "job_of", "shape_of"]
+__all__ = ["Unmapped", "config_of", "job_of", "shape_of"]
 
 HERE = Path(__file__).resolve().parent
 
@@ -50,6 +50,17 @@ def shape_of(name: str) -> ModelShape:
         return read_model(table["alias"].get(name, name)).shape
     except OverspillError as error:
         raise Unmapped(f"the model {name!r} is not in the catalogue: {error.message}") from None
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The config.json of a row's model, as the catalogue or the table has it. Raises Unmapped where there is none."""
+    table = _models()
+    if name in table["config"]:
+        return dict(table["config"][name])
+    try:
+        return dict(read_model(table["alias"].get(name, name)).config)
+    except OverspillError as error:
+        raise Unmapped(f"the model {name!r} has no config.json in the catalogue: {error.message}") from None
 
 
 def job_of(row: dict[str, str]) -> Job:

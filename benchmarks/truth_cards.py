@@ -1,9 +1,9 @@
 """The card that a row of measurements names, as an accelerator of the catalogue.
 
-Not a second catalogue: names go through catalog.accelerators. What is handled here is how tables write them: a memory in
-GiB is what the runtime offered (torch's total_memory) and is taken as it is; one in GB is the size on the box; two cards
-or two sizes side by side mean that the source does not say which, and the larger memory is taken, since a capacity that
-was not there would cut a figure.
+Not a second catalogue: names go through catalog.accelerators. What is handled here is how tables write them: a memory
+in GiB is what the runtime offered (torch's total_memory) and is taken as it is; one in GB is the size on the box; two
+cards or two sizes side by side mean that the source does not say which, and the larger memory is taken, since a
+capacity that was not there would cut a figure.
 """
 
 from __future__ import annotations
