@@ -94,9 +94,18 @@ def compact(full: dict[str, Any]) -> str:
             row["kind"], row["measured_gib"], span["low_gib"], span["likely_gib"], span["high_gib"], row["error"],
             row["probability"], row["verdict"], row["reason"] or (row["repeats"] and f"repeats {row['repeats']}"),
         ]  # fmt: skip
-    small = {**full, "row_columns": _ROW, "rows": rows}
+    small = _rounded({**full, "row_columns": _ROW, "rows": rows})
     lines = [f"{json.dumps(key)}: {_block(value)}" for key, value in small.items()]
     return "{" + ",\n".join(lines) + "}\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Six decimals are more than any figure here has."""
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def _block(value: Any) -> str:

@@ -31,6 +31,7 @@ from scoring import (  # noqa: E402
     Judged,
     Point,
     Span,
+    _best_band,
     baseline,
     coverage,
     interval_score,
@@ -165,6 +166,18 @@ def test_no_constant_ratio_has_a_smaller_error_than_the_fitted_one(
         )  # fmt: skip
 
     assert loss(fitted.ratios["left out"]) <= loss(ratio) + 1e-9
+
+
+@given(values=st.lists(st.floats(5, 20), min_size=1, max_size=12), low=st.floats(0.3, 2), width=st.floats(0, 2))
+def test_no_constant_band_has_a_smaller_interval_score_than_the_fitted_one(
+    values: list[float], low: float, width: float
+) -> None:
+    points = [Point("a", value, Span(9, 10, 11), 10) for value in values]
+
+    def loss(band: tuple[float, float]) -> float:
+        return sum(interval_score(band[0] * 10, band[1] * 10, value) for value in values)
+
+    assert loss(_best_band({"a": points})) <= loss((low, low + width)) + 1e-6
 
 
 def test_the_ratio_does_not_see_the_source_that_it_is_scored_on() -> None:
