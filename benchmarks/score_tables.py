@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from components import Kernel
+from components import INFERRED, Kernel
 from score_rows import FIGURES, ONE_SIDED, Row
 from score_summary import CELL_ROWS, Cell, Summary, Target
 from scoring import by_source, median
@@ -74,8 +74,7 @@ every row: `benchmarks/results/`.
 {met} targets are met and {missed} missed. Of {summary.counts["rows"]} rows {summary.counts["not mapped"]} could not be
 mapped to a job, {summary.counts["repeat another row"]} repeat another, {summary.counts["unpredictable as published"]}
 are not predictable as published, {summary.counts["quality C"]} are of quality C; {summary.counts["scored"]} are scored.
-A figure is computed for each source file and averaged over source files without weights. No term of the forecast is
-empirical: there is no scoreboard "without" to show."""
+A figure is computed for each source file and averaged over source files without weights."""
 
 
 def _targets(summary: Summary) -> str:
@@ -226,7 +225,11 @@ def _components(kernels: list[Kernel] | None) -> str:
         body.append((kernel, provider, version, str(len(group)), *shown))
     body.sort(key=lambda one: -float(one[4].rstrip("%")))
     unknown = [one for one in kernels if one.error is None]
-    note = f"{len(known)} figures of single kernels on the forecast's tape; {len(unknown)} without a composition."
+    note = f"{len(known)} figures of single kernels on the forecast's tape; {len(unknown)} without a composition.\n\n"
+    note += (
+        "Inferred from these figures, for want of the code of that release, so that their small errors prove little: "
+    )
+    note += "; ".join(INFERRED) + "."
     return f"## Kernels\n\n{note}\n\n" + _table(
         ("kernel", "provider", "Liger", "rows", "median error", "least", "largest"), body
     )
