@@ -161,9 +161,7 @@ def test_no_constant_ratio_has_a_smaller_error_than_the_fitted_one(
     assert fitted is not None
 
     def loss(one: float) -> float:
-        return sum(
-            median(abs(one * 10 / value - 1) for value in values) for values in (measured, others)
-        )  # fmt: skip
+        return sum(median(abs(one * 10 / value - 1) for value in values) for values in (measured, others))
 
     assert loss(fitted.ratios["left out"]) <= loss(ratio) + 1e-9
 
