@@ -12,9 +12,12 @@ PYTEST  := $(BIN)/python -m pytest
 DEMO_RUN ?= runs/demo
 PEER_SCRIPT ?=
 PEER_PYTHON ?=
+TRUTH ?=
+COMPONENTS ?=
+COMPETITORS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test check bench campaign campaign-crash campaign-power-loss campaign-budget docs \
+.PHONY: help setup assets demo test check bench scoreboard campaign campaign-crash campaign-power-loss campaign-budget docs \
         test-gpu bench-gpu clean
 
 help:  ## what there is
@@ -59,6 +62,13 @@ test: check  ## every quick test, with the linters
 # Other systems have an environment of their own: make bench PEER_SCRIPT=… PEER_PYTHON=…; see benchmarks/peers.py.
 bench: assets  ## the figures of docs/; beside other systems with PEER_SCRIPT and PEER_PYTHON
 	@$(BIN)/python benchmarks/run_all.py $(if $(PEER_SCRIPT),--peer-script $(PEER_SCRIPT) --peer-python $(PEER_PYTHON))
+
+# The table's form: docs/reference/truth-format.md. COMPETITORS: what benchmarks/competitors.py wrote.
+scoreboard: $(CORE)  ## docs/scoreboard.md: the forecast against published figures; TRUTH=CSV [COMPONENTS=CSV] [COMPETITORS=JSON]
+	@test -n "$(TRUTH)" || { echo "Say which table: make scoreboard TRUTH=path/to/measured.csv" >&2; exit 1; }
+	@$(BIN)/python benchmarks/scoreboard.py "$(TRUTH)" --markdown docs/scoreboard.md \
+	  --compact "benchmarks/results/$$(date +%F)-scoreboard.json" \
+	  $(if $(COMPONENTS),--components "$(COMPONENTS)") $(if $(COMPETITORS),--competitors "$(COMPETITORS)")
 
 campaign: campaign-crash campaign-power-loss campaign-budget  ## the long tests: crash, power loss, budget
 

@@ -16,7 +16,7 @@ from overspill.errors import OverspillError
 from overspill.job import Job
 from overspill.model import ModelShape, read_model
 
-__all__ = ["Unmapped", "job_of", "shape_of"]
+__all__ = ["Unmapped", "config_of", "job_of", "shape_of"]
 
 HERE = Path(__file__).resolve().parent
 
@@ -42,14 +42,28 @@ def shape_of(name: str) -> ModelShape:
             {"model_type": "mpt", "d_model": width, "n_heads": heads, "n_layers": layers, "max_seq_len": 2**17,
              "vocab_size": table["mpt"]["vocab_size"], "expansion_ratio": 4, "no_bias": True}
         )  # fmt: skip
-    if match := re.fullmatch(r"(\S+) truncated to (\d+) layers", name):
+    if match := re.fullmatch(r"(.+) (?:truncated|reduced) to (\d+) layers", name):
+        if match[1] not in table["truncated"]:
+            raise Unmapped(f"the model {match[1]!r} is not known, of which {match[2]} layers are said to have run")
         config = dict(read_model(table["truncated"][match[1]]).config)
+        config = dict(config.get("text_config", config))
         config.update(table["changes"].get(match[1], {}), num_hidden_layers=int(match[2]))
         return ModelShape.from_config(config)
     try:
         return read_model(table["alias"].get(name, name)).shape
     except OverspillError as error:
         raise Unmapped(f"the model {name!r} is not in the catalogue: {error.message}") from None
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The config.json of a row's model, as the catalogue or the table has it. Raises Unmapped where there is none."""
+    table = _models()
+    if name in table["config"]:
+        return dict(table["config"][name])
+    try:
+        return dict(read_model(table["alias"].get(name, name)).config)
+    except OverspillError as error:
+        raise Unmapped(f"the model {name!r} has no config.json in the catalogue: {error.message}") from None
 
 
 def job_of(row: dict[str, str]) -> Job:
@@ -93,9 +107,10 @@ def _base(row: dict[str, str], framework: str) -> dict[str, dict[str, Any]]:
 
 
 def _lora(row: dict[str, str], data: dict[str, dict[str, Any]], **more: Any) -> None:
-    data["method"].update(
-        kind="lora", rank=_number(row, "lora_rank"), targets=tuple(row["lora_targets"].split()), **more
-    )
+    """Targets by Llama's names, which the sources print for every model, are this model's own projections."""
+    own = _models()["targets"].get(shape_of(row["model"]).family, {})
+    named = [name for one in row["lora_targets"].split() for name in own.get(one, [one])]
+    data["method"].update(kind="lora", rank=_number(row, "lora_rank"), targets=tuple(dict.fromkeys(named)), **more)
 
 
 def _fms(row: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -221,6 +236,8 @@ def _torchtitan(row: dict[str, str]) -> dict[str, dict[str, Any]]:
         data["parallel"]["tensor"] = int(match[1])
     if match := re.search(r"x CP (\d+)", parallel):
         data["parallel"]["context"] = int(match[1])
+    if match := re.search(r"\bEP (\d+)", parallel):
+        data["parallel"]["expert"] = int(match[1])
     data["task"] = {"kind": "pretrain"}
     return data
 
