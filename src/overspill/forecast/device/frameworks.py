@@ -24,7 +24,8 @@ from overspill.model.facts import ModelFacts
 __all__ = ["resolve"]
 
 MiB = 2**20
-#: cuBLAS's workspace of a handle: :4096:2:16:8 KiB, on Hopper and later 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp).
+#: cuBLAS's workspace of a handle: :4096:2:16:8 KiB, on Hopper and later 32 MiB
+#: (aten/src/ATen/cuda/CublasHandlePool.cpp).
 #: The forward's thread and the autograd thread have a handle each.
 CUBLAS_WORKSPACE_NBYTES = (4096 * 2 + 16 * 8) * 1024
 HOPPER_WORKSPACE_NBYTES = 32 * MiB

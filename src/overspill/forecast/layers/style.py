@@ -59,16 +59,16 @@ class LitGpt:
 class Style:
     """itemsizes: bytes per element of the residual stream, of what the matmuls compute in, and of the weights.
 
-    norm: ``python`` is a chain of operations with an fp32 copy (transformers), ``wide`` one that stays in fp32 through the
-    product with the weight (torchtune from 0.5), ``composite`` torch's rms_norm before
-    2.8 (the same chain inside ATen), ``kernel`` one that saves its input and a row's factor. repeat_kv: keys and values
-    are copied to all heads before attention. rope ``complex``: through fp32 complex numbers (torchtitan, torchtune).
-    mlp ``recompute``: the kernel saves gate and up alone and writes their gradients over them (Liger, Unsloth);
-    ``kernel``: gate and up side by side in one tensor, as Megatron's bias_swiglu; ``kernel_pair``: one generated kernel over both
-    (torch.compile), which keeps them and recomputes. quantised: the base's dequantised copy lives
-    while it is used. reentrant: of checkpointing. grouped_experts: all
-    experts in one grouped matmul, else one after the other. expert_linears: each expert's matrices are modules.
-    dequantise_itemsize: bytes per element while a weight is dequantised, its result included; 0: the result alone.
+    norm: ``python`` is a chain of operations with an fp32 copy (transformers), ``wide`` one that stays in fp32
+    through the product with the weight (torchtune from 0.5), ``composite`` torch's rms_norm before 2.8 (the same
+    chain inside ATen), ``kernel`` one that saves its input and a row's factor. repeat_kv: keys and values are copied
+    to all heads before attention. rope ``complex``: through fp32 complex numbers (torchtitan, torchtune). mlp
+    ``recompute``: the kernel saves gate and up alone and writes their gradients over them (Liger, Unsloth);
+    ``kernel``: gate and up side by side in one tensor, as Megatron's bias_swiglu; ``kernel_pair``: one generated
+    kernel over both (torch.compile), which keeps them and recomputes. quantised: the base's dequantised copy lives
+    while it is used. reentrant: of checkpointing. grouped_experts: all experts in one grouped matmul, else one after
+    the other. expert_linears: each expert's matrices are modules. dequantise_itemsize: bytes per element while a
+    weight is dequantised, its result included; 0: the result alone.
     """
 
     residual: int
