@@ -100,6 +100,7 @@ def layer_figures(kind: LayerKind, run: Run) -> LayerFigures:
     recomputed, _, _ = _backward(tape, held, run)
     del held, out, x
     tape.leaf_grads.clear()
+    tape.with_grads.clear()
     assert memory.total_nbytes == 0 or node is not None
 
     out = forward_of(layer, kind, new_input(), run)

@@ -40,8 +40,8 @@ class Style:
     mlp ``recompute``: the kernel saves gate and up alone and writes their gradients over them (Liger, Unsloth);
     ``kernel``: gate and up side by side in one tensor, as Megatron's bias_swiglu; ``kernel_pair``: one generated
     kernel over both (torch.compile), which keeps them and recomputes. quantised: the base's dequantised copy lives
-    while it is used. reentrant: of checkpointing. grouped_experts: all experts in one grouped matmul, else one after the
-    other. expert_linears: each expert's matrices are modules.
+    while it is used. reentrant: of checkpointing. grouped_experts: all experts in one grouped matmul, else one after
+    the other. expert_linears: each expert's matrices are modules.
     """
 
     residual: int

@@ -158,6 +158,8 @@ class Tape:
         self.memory = memory or Memory()
         self.grad_enabled = True
         self.leaf_grads: list[Tensor] = []
+        #: Parameters that have a gradient, which lives as long as they do: until the optimizer's step, in torch.
+        self.with_grads: list[Parameter] = []
         self._number = 0
 
     def next_number(self) -> int:
@@ -255,6 +257,7 @@ class Tape:
     def _accumulate_parameter(self, parameter: Parameter, grad: Tensor) -> None:
         if not parameter.keeps_grad or parameter.grad is not None:
             return  # handed on, or added in place
+        self.with_grads.append(parameter)
         storage = grad.storage
         if storage is not None and storage.owners == 1 and grad.itemsize == parameter.itemsize:
             storage.move_to(Category.GRADIENTS)
