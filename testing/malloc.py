@@ -2,8 +2,9 @@
 
 torch's profiler reports every allocation and every free, those inside operators and those of the autograd engine too,
 and changes neither. (A TorchDispatchMode would: while one is active, the engine adds gradients out of place, see
-at::isTensorSubclassLike.) Sizes are rounded up to 512 bytes, as an accelerator's allocator counts. What a CPU's matmul
-allocates and frees within itself (repacked bf16) is its own, and left out.
+at::isTensorSubclassLike.) Sizes are rounded up to 512 bytes, as an accelerator's allocator counts. What a CPU's
+kernel allocates and frees within itself is its own, and left out: repacked bf16 of a matmul, an operand cast to the
+other's dtype (an accelerator casts element by element).
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import torch
 __all__ = ["Watched"]
 
 _ROUNDING_NBYTES = 512
-_KERNELS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
+_KERNELS = (
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::add", "aten::add_",
+    "aten::mul", "aten::div", "aten::sub",
+)  # fmt: skip
 
 
 class Watched:
@@ -48,9 +52,7 @@ class Watched:
         if error is not None:
             return
         profiler: Any = self._profile.profiler
-        events = sorted(
-            (one.start_ns(), number, one) for number, one in enumerate(profiler.kineto_results.events())
-        )
+        events = sorted((one.start_ns(), number, one) for number, one in enumerate(profiler.kineto_results.events()))
         now, name, until = 0, "", 0
         for start, _, one in events:
             if one.name().startswith("phase:"):

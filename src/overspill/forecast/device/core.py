@@ -81,7 +81,13 @@ def run_of_rank(job: Job, facts: ModelFacts, resolved: Resolved) -> Callable[[La
     """How a rank runs a layer of a kind."""
     targeted = targets_of(job, facts)
     full = job.method.kind == "full"
-    keeps = not (resolved.sharding.splits_gradients or resolved.update_in_backward or resolved.gradients_at_rest)
+    # With accumulation the gradients are there already, and a layer's new ones are added to them and go.
+    keeps = not (
+        resolved.sharding.splits_gradients
+        or resolved.update_in_backward
+        or resolved.gradients_at_rest
+        or resolved.accumulation > 1
+    )
 
     def run_of(kind: LayerKind) -> Run:
         return Run(

@@ -285,13 +285,13 @@ class _Step:
                 )
             )
             if not earlier and not resolved.update_in_backward:
-                done += share * _gradient_nbytes(self.units.head, resolved)
+                done += share * _gradient_nbytes(self._head_unit(), resolved)
         kept = self.kept
         best: Instant | None = None
         retained = 0
         root_gradient = 0.0
         if sharding.splits_gradients and sharding.kind in ("fsdp1", "fsdp2"):
-            root_gradient = self._unreduced(self.units.head)
+            root_gradient = self._unreduced(self._head_unit())
         for number in reversed(range(len(self.order))):
             _, _, unit, figures = self.layers[self.order[number]]
             kept -= self._kept_of(number)
@@ -327,6 +327,10 @@ class _Step:
                 )
             )
         return result
+
+    def _head_unit(self) -> Unit:
+        """Whose gradient the loss's backward makes: tied, it is the embedding's, and stays while the layers go back."""
+        return self.units.embedding if self.facts.tied else self.units.head
 
     def _own_backward(self, number: int, figures: LayerFigures) -> int:
         if not self.checkpointed[number]:

@@ -15,7 +15,7 @@ from overspill.forecast.events import Event, Kind
 from overspill.forecast.layers import head as heads
 from overspill.forecast.layers.figures import layer_figures, run_layer
 from overspill.forecast.layers.run import Run
-from overspill.forecast.tape import Category, Memory, Node, Tape, Tensor
+from overspill.forecast.tape import Category, Memory, Node, Parameter, Tape, Tensor
 from overspill.model.facts import LayerKind, ModelFacts
 
 __all__ = ["step_events"]
@@ -121,6 +121,7 @@ class _Stream:
         del h
         retained: list[Tensor] = []
         gradients: list[Tensor] = []
+        whole: list[Parameter] = []
         for number, (kind, unit) in reversed(list(enumerate(self.layers))):
             if number % self.group:
                 others.pop()
@@ -137,12 +138,16 @@ class _Stream:
                 grad = self.arrived.pop()
             if resolved.sharding.retains_inputs:
                 retained += [boundary, grad]
-            gradients += self._reduced(unit)
+            if not tape.with_grads:  # else they are what is there until the step
+                gradients += self._reduced(unit)
+            whole += tape.with_grads
+            tape.with_grads.clear()
             del boundary, kept_out, gathered
         del grad, root, inputs
         retained.clear()
         self._update(first=first)
         gradients.clear()
+        whole.clear()
 
     def _kept_copy(self, number: int, kind: LayerKind, boundary: Tensor) -> Tensor:
         """What a layer that is not run keeps, as one block."""

@@ -69,7 +69,8 @@ def norm(layer: Layer, x: Tensor, name: str, kind: str, width: int) -> Tensor:
     wide = ops.mul(tape, wide, factor)
     del factor
     if kind == "rms_fp32":  # Gemma: (1 + weight) in fp32, cast afterwards
-        return ops.cast(tape, ops.mul_weight(tape, wide, layer.parameter(name, width, FP32)), out_size)
+        wide = ops.mul_weight(tape, wide, layer.parameter(name, width, FP32))
+        return ops.cast(tape, wide, out_size)
     narrow = ops.cast(tape, wide, x.itemsize if not style.norm_fp32_output else FP32)
     del wide
     return ops.mul_weight(tape, narrow, weight)
