@@ -68,6 +68,8 @@ def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Rest
     expert_share = 1 / resolved.expert_ranks if sharding.splits_optimizer else 1.0
 
     def weights(unit: Unit) -> float:
+        if not resolved.weights_on_device:
+            return 0.0
         return weight_share * (
             unit.trained_numel * resolved.trained_itemsize
             + unit.frozen_numel * resolved.frozen_itemsize
@@ -91,6 +93,8 @@ def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Rest
 
 
 def _gradient_nbytes(unit: Unit, resolved: Resolved) -> float:
+    if not resolved.gradients_on_device:
+        return 0.0
     return unit.trained_numel * resolved.gradient_itemsize + unit.adapter_numel * resolved.adapter_itemsize
 
 
@@ -373,5 +377,5 @@ class _Step:
             return self._instant("optimizer step", temporaries=largest * (facts.step or facts.step_largest))
         trained = self.units.total(lambda unit: share * (unit.trained_numel + unit.adapter_numel))
         widest = max(unit.largest_numel for _, _, unit in self._all_units()) * share
-        temporaries = trained * facts.step + widest * facts.step_largest
+        temporaries = trained * facts.step + widest * facts.step_largest if facts.on_device else 0.0
         return self._instant("optimizer step", gradients=gradients, temporaries=temporaries)

@@ -116,6 +116,8 @@ class Resolved:
     update_in_backward: bool
     workspace_nbytes: int
     quantises_head: bool = False
+    weights_on_device: bool = True
+    gradients_on_device: bool = True
     expert_ranks: int = 1
     assumed: tuple[Assumed, ...] = ()
     notes: tuple[str, ...] = field(default=())
