@@ -249,10 +249,19 @@ def _hf(draft: _Draft) -> None:
         if upcast:
             weight = 4
     values["trained_itemsize"] = values["gradient_itemsize"] = weight
-    if method.kind == "lora":
+    half = (weight if method.kind == "full" else values["adapter_itemsize"]) < 4
+    if half and (job.framework.name == "deepspeed" or sharding.kind.startswith("zero")):
+        # DeepSpeed's BF16_Optimizer, FP16_Optimizer and ZeRO keep fp32 masters and moments beside half weights.
+        _set_optimizer(draft, state_itemsize=4, master=4)
+    elif method.kind == "lora":
         _set_optimizer(draft, state_itemsize=values["adapter_itemsize"])
     else:
         _set_optimizer(draft, state_itemsize=weight)
+    if values["reentrant"] and method.kind == "lora" and values["checkpointing"] != "none":
+        draft.notes.append(
+            "Reentrant checkpointing gives no gradient where a layer's input needs none: with frozen embeddings call "
+            "model.enable_input_require_grads(), or use_reentrant=False."
+        )
 
 
 def _hf_logits(transformers: tuple[int, ...]) -> LossCode:

@@ -63,6 +63,9 @@ class _Stream:
 
     def _load(self) -> None:
         resolved, tape = self.resolved, self.tape
+        self.kept.append(tape.scratch(resolved.workspace_nbytes // 2))
+        if not resolved.weights_on_device:
+            return
         for _, unit in self.layers:
             nbytes = (
                 unit.frozen_numel * resolved.frozen_itemsize
@@ -77,7 +80,6 @@ class _Stream:
             nbytes = (unit.trained_numel + unit.frozen_numel) * size + unit.quantised_nbytes
             if nbytes:
                 self.kept.append(tape.scratch(int(nbytes * self.weight_share)))
-        self.kept.append(tape.scratch(resolved.workspace_nbytes // 2))
 
     def _outer(self) -> tuple[Unit, Unit, Unit]:
         return (self.units.embedding, self.units.head, self.units.root)
@@ -163,6 +165,8 @@ class _Stream:
         trained = unit.trained_numel + unit.adapter_numel
         if not trained or resolved.gradients_at_rest or resolved.update_in_backward:
             return []
+        if not resolved.gradients_on_device:
+            return []
         if sharding.splits_gradients:
             whole = tape.scratch(trained * sharding.gathered_itemsize)
             kept = tape.scratch(int(trained / sharding.ranks * resolved.gradient_itemsize))
@@ -223,7 +227,7 @@ class _Stream:
                 nbytes = int(trained * (optimizer.state + optimizer.master) / (2 * _MATRICES))
                 if nbytes:
                     self.state += [tape.scratch(nbytes) for _ in range(2 * _MATRICES)]
-        if optimizer.step and not self.resolved.update_in_backward:
+        if optimizer.step and optimizer.on_device and not self.resolved.update_in_backward:
             temporaries = []
             for unit in [unit for _, unit in self.layers] + list(self._outer()):
                 trained = (unit.trained_numel + unit.adapter_numel) * self.state_share
