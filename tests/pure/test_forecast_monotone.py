@@ -182,7 +182,7 @@ def test_what_is_reserved_is_never_less_than_what_is_allocated(
     model: str, method: str, checkpointing: bool, kind: str, conf: str
 ) -> None:
     tables: dict[str, Any] = {
-        "method": {"kind": method}, "data": {"seq_len": 512}, 
+        "method": {"kind": method}, "data": {"seq_len": 512},
         "parallel": {"gpus": 1 if kind == "none" else 4, "data": kind},
         "model": {"path": model, "gradient_checkpointing": checkpointing},
     }  # fmt: skip
