@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from overspill.catalog.optimizers import optimizers_of
+from overspill.errors import OverspillError
 from overspill.forecast.device.optimizers import optimizer_facts
 from overspill.forecast.device.settings import Assumed, Resolved, Sharding
 from overspill.forecast.device.versions import Versions
@@ -47,7 +49,11 @@ class _Draft:
 
 
 def resolve(job: Job, facts: ModelFacts, *, hopper: bool = False) -> Resolved:
-    """Settle what the job leaves open. hopper: the card is of compute capability 9 or later."""
+    """Settle what the job leaves open. hopper: the card is of compute capability 9 or later.
+
+    Raises OverspillError OVS101 for an optimizer that the framework has not.
+    """
+    _refuse_optimizer(job)
     draft = _Draft(job, facts, Versions(job.framework.versions))
     name = job.framework.name
     _common(draft, hopper=hopper)
@@ -66,6 +72,15 @@ def resolve(job: Job, facts: ModelFacts, *, hopper: bool = False) -> Resolved:
     for library in draft.versions.assumed:
         draft.assume(f"framework.versions.{library}", "newest", "no version is named")
     return Resolved(**draft.values, assumed=tuple(draft.assumed), notes=tuple(draft.notes))
+
+
+def _refuse_optimizer(job: Job) -> None:
+    name, known = job.framework.name, optimizers_of(job.framework.name)
+    if known is not None and job.optimizer.name not in known.names:
+        raise OverspillError(
+            "OVS101", f"{name} has no such optimizer.", field="optimizer.name", value=job.optimizer.name,
+            limit=", ".join(known.names), next_step="In a plain loop (framework.name = torch) any can be used.",
+        )  # fmt: skip
 
 
 def _common(draft: _Draft, *, hopper: bool) -> None:
