@@ -92,4 +92,5 @@ def _as_overspill_error(model: type[BaseModel], errors: list[ErrorDetails], sour
     if first["type"] == "missing":
         return OverspillError("OVS101", f"A key is missing{where}.{more}", field=path, next_step=f"Add {path}.")
     said = first["msg"].removeprefix("Value error, ").rstrip(".")  # of our own validators
-    return OverspillError("OVS101", f"{said}{where}.{more}", field=path, value=first["input"])
+    seen = None if isinstance(first["input"], dict) else first["input"]  # a whole table says nothing
+    return OverspillError("OVS101", f"{said}{where}.{more}", field=path, value=seen)

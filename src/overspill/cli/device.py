@@ -54,6 +54,7 @@ def make(target: str | None, flags: Mapping[str, Any], settings: Sequence[str], 
     job, assumed, notes = _job(target, dict(flags), settings, format)
     shape, name, more = _shape(job)
     notes += more
+    job = _within_positions(job, shape, assumed)
     card, where = _card(job, target)
     if where.startswith("found"):
         notes.append(where)
@@ -158,6 +159,20 @@ def _shape(job: Job) -> tuple[ModelShape, str, list[str]]:
         return sized.shape, path, list(sized.assumptions)
     found = read_model(path)
     return found.shape, found.name, [found.note] if found.note else []
+
+
+def _within_positions(job: Job, shape: ModelShape, assumed: list[tuple[str, str, str]]) -> Job:
+    """A length that was assumed is cut to the positions that a model has learned; one that was asked for is refused."""
+    from overspill.forecast.device.advice import with_fields
+    from overspill.forecast.device.result import refuse_long
+
+    name, limit = "data.seq_len", shape.max_positions
+    taken = [one for one in assumed if one[0] == name]
+    if limit and taken and job.data.seq_len > limit and shape.facts is not None and shape.facts.positions == "learned":
+        assumed[assumed.index(taken[0])] = (name, str(limit), "all positions that the model has learned")
+        return with_fields(job, {name: limit})
+    refuse_long(job, shape)
+    return job
 
 
 def _card(job: Job, target: str | None) -> tuple[Accelerator | None, str]:

@@ -81,7 +81,8 @@ class AttentionFacts:
     window: tokens that a ``sliding`` or ``chunked`` one looks back over, else None.
     qk_norm: over each head (``head``), over the whole projection (``full``), or none.
     norm: kind of those norms. rotary_dim: dimensions of a head that are rotated; 0 for none. softcap: scores are
-    capped by tanh at this value. sinks: a learned logit a head joins the softmax. output_gate: the output is
+    capped by tanh at this value. softmax_fp32: written-out attention takes its softmax
+    in fp32, else in its dtype. sinks: a learned logit a head joins the softmax. output_gate: the output is
     multiplied with a gate from the input. fused_qkv: one projection gives q, k and v, which are views of its output.
     q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim: latent attention (MLA); 0 where it has none, and
     q_lora_rank is 0 where queries are not compressed. dropout: on attention weights. For ``linear`` and ``ssm``,
@@ -103,6 +104,7 @@ class AttentionFacts:
     alibi: bool = False
     relative_bias: bool = False
     softcap: float | None = None
+    softmax_fp32: bool = True
     sinks: bool = False
     output_gate: bool = False
     fused_qkv: bool = False
@@ -157,7 +159,8 @@ class MoeFacts:
 
     expert: one routed expert's MLP. shared: the MLP that every token passes beside them (its intermediate is the sum
     over shared experts), or None. shared_gate: a learned gate scales it. router_fp32: the router's logits are computed
-    in fp32 rather than the model's dtype; scores: how they become weights. capacity_factor: tokens an expert takes
+        in fp32 rather than the model's dtype; weights_fp32: routing weights stay fp32; scores: how they become
+    weights. capacity_factor: tokens an expert takes
     at most, as a multiple of the even share; None drops none, as all of transformers' do.
     """
 
@@ -167,6 +170,7 @@ class MoeFacts:
     shared: MlpFacts | None = None
     shared_gate: bool = False
     router_fp32: bool = False
+    weights_fp32: bool = False
     scores: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: bool = False
     capacity_factor: float | None = None

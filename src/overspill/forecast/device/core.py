@@ -83,7 +83,8 @@ def run_of_rank(job: Job, facts: ModelFacts, resolved: Resolved) -> Callable[[La
     full = job.method.kind == "full"
     flat = resolved.sharding.flat_gradients
     gone = resolved.sharding.splits_gradients or resolved.update_in_backward or resolved.gradients_at_rest
-    keeps = flat or not gone
+    # With accumulation the gradients are there already, and a layer's new ones are added to them and go.
+    keeps = flat or not (gone or resolved.accumulation > 1)
 
     def run_of(kind: LayerKind) -> Run:
         return Run(

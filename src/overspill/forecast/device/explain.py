@@ -36,7 +36,10 @@ def terms(job: Job, shape: ModelShape) -> Iterator[str]:
         f"master) / {split} ranks = {format_nbytes(rank.rest.optimizer)}"
     )
     split = sharding.ranks if sharding.splits_gradients else 1
-    yield f"gradients = {trained:,.0f} × {resolved.gradient_itemsize} B / {split} ranks, made in backward"
+    yield (
+        f"gradients = ({trained:,.0f} × {resolved.gradient_itemsize} B + {adapters:,.0f} in adapters × "
+        f"{resolved.adapter_itemsize} B) / {split} ranks, made in backward"
+    )
     yield (
         f"the step's temporaries = {optimizer.step:.4g} B × {trained + adapters:,.0f} / "
         f"{sharding.ranks if sharding.splits_optimizer else 1}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from overspill.catalog.optimizers import optimizers_of
+from overspill.errors import OverspillError
 from overspill.forecast.device import native
 from overspill.forecast.device.draft import ITEMSIZE
 from overspill.forecast.device.draft import Draft as _Draft
@@ -35,7 +37,11 @@ _REPEATED_KV = ("mistral", "mixtral", "qwen2_moe", "phi3")
 
 
 def resolve(job: Job, facts: ModelFacts, *, hopper: bool = False) -> Resolved:
-    """Settle what the job leaves open. hopper: the card is of compute capability 9 or later."""
+    """Settle what the job leaves open. hopper: the card is of compute capability 9 or later.
+
+    Raises OverspillError OVS101 for an optimizer that the framework has not.
+    """
+    _refuse_optimizer(job)
     draft = _Draft(job, facts, Versions(job.framework.versions))
     name = job.framework.name
     _common(draft, hopper=hopper)
@@ -57,6 +63,15 @@ def resolve(job: Job, facts: ModelFacts, *, hopper: bool = False) -> Resolved:
     for library in draft.versions.assumed:
         draft.assume(f"framework.versions.{library}", "newest", "no version is named")
     return Resolved(**draft.values, assumed=tuple(draft.assumed), notes=tuple(draft.notes))
+
+
+def _refuse_optimizer(job: Job) -> None:
+    name, known = job.framework.name, optimizers_of(job.framework.name)
+    if known is not None and job.optimizer.name not in known.names:
+        raise OverspillError(
+            "OVS101", f"{name} has no such optimizer.", field="optimizer.name", value=job.optimizer.name,
+            limit=", ".join(known.names), next_step="In a plain loop (framework.name = torch) any can be used.",
+        )  # fmt: skip
 
 
 def _common(draft: _Draft, *, hopper: bool) -> None:
@@ -234,12 +249,21 @@ def _hf(draft: _Draft) -> None:
         if upcast:
             weight = 4
     values["trained_itemsize"] = values["gradient_itemsize"] = weight
-    if method.kind == "lora":
+    half = (weight if method.kind == "full" else values["adapter_itemsize"]) < 4
+    if half and (job.framework.name == "deepspeed" or sharding.kind.startswith("zero")):
+        # DeepSpeed's BF16_Optimizer, FP16_Optimizer and ZeRO keep fp32 masters and moments beside half weights.
+        _set_optimizer(draft, state_itemsize=4, master=4)
+    elif method.kind == "lora":
         _set_optimizer(draft, state_itemsize=values["adapter_itemsize"])
     else:
         _set_optimizer(draft, state_itemsize=weight)
     if sharding.kind in ("zero1", "zero2", "zero3"):
         native.deepspeed(draft)
+    if values["reentrant"] and method.kind == "lora" and values["checkpointing"] != "none":
+        draft.notes.append(
+            "Reentrant checkpointing gives no gradient where a layer's input needs none: with frozen embeddings call "
+            "model.enable_input_require_grads(), or use_reentrant=False."
+        )
 
 
 def _hf_logits(transformers: tuple[int, ...]) -> LossCode:

@@ -21,10 +21,11 @@ def off_device_nbytes(job: Job, units: Units, resolved: Resolved) -> tuple[int, 
     share = 1 / sharding.ranks if sharding.splits_optimizer else 1.0
     weight_share = 1 / sharding.ranks if sharding.splits_weights else 1.0
     host = disk = pageable = 0.0
-    state = units.total(lambda unit: optimizer_nbytes(unit, resolved.optimizer, share, share))
+    expert_share = 1 / resolved.expert_ranks if sharding.splits_optimizer else 1.0
+    state = units.total(lambda unit: optimizer_nbytes(unit, resolved.optimizer, share, share, expert_share))
 
     def trained(unit: Unit) -> float:
-        return unit.trained_numel + unit.adapter_numel
+        return (unit.trained_numel - unit.expert_numel + unit.adapter_numel) * share + unit.expert_numel * expert_share
 
     if job.optimizer.paged:
         pageable += state
@@ -32,7 +33,7 @@ def off_device_nbytes(job: Job, units: Units, resolved: Resolved) -> tuple[int, 
         host += state
     elif offload.optimizer == "disk":
         disk += state
-    gradients = units.total(lambda unit: share * trained(unit) * FP32)
+    gradients = units.total(lambda unit: trained(unit) * FP32)
     if offload.gradients == "host" or offload.optimizer in ("host", "disk"):
         host += gradients
     elif offload.gradients == "disk":

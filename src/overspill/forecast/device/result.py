@@ -24,7 +24,7 @@ from overspill.model import ModelShape
 from overspill.schema import Frozen, Nbytes
 from overspill.units import format_nbytes
 
-__all__ = ["Change", "DeviceForecast", "Figure", "PhaseMemory", "Verdict", "forecast_device"]
+__all__ = ["Change", "DeviceForecast", "Figure", "PhaseMemory", "Verdict", "forecast_device", "refuse_long"]
 
 Verdict = Literal["fits", "tight", "does not fit"]
 #: Below this probability of running out a job fits; above the other it does not. Between: tight.
@@ -150,7 +150,7 @@ def forecast_device(job: Job, shape: ModelShape, card: Accelerator | None = None
         OverspillError: OVS201 for a model whose layers are not known, OVS101 for targets that match nothing or a layout
             that does not hold, OVS205 for a sequence beyond the model's positions.
     """
-    _refuse_long(job, shape)
+    refuse_long(job, shape)
     hopper = card is not None and (card.compute_capability or "0").split(".")[0] in ("9", "10", "12")
     ranks = forecast_ranks(job, shape, hopper=hopper)
     rank = max(ranks, key=lambda one: one.peak.total_nbytes)
@@ -213,7 +213,8 @@ def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, 
     return made
 
 
-def _refuse_long(job: Job, shape: ModelShape) -> None:
+def refuse_long(job: Job, shape: ModelShape) -> None:
+    """Raises OverspillError OVS205 for a sequence beyond the positions that the model has learned."""
     limit = shape.max_positions
     learned = shape.facts is not None and shape.facts.positions == "learned"
     if limit and job.data.seq_len > limit and learned:

@@ -63,6 +63,9 @@ class _Stream:
 
     def _load(self) -> None:
         resolved, tape = self.resolved, self.tape
+        self.kept.append(tape.scratch(resolved.workspace_nbytes // 2))
+        if resolved.weights_on_host:
+            return
         for _, unit in self.layers:
             nbytes = (
                 unit.frozen_numel * resolved.frozen_itemsize
@@ -77,7 +80,6 @@ class _Stream:
             nbytes = (unit.trained_numel + unit.frozen_numel) * size + unit.quantised_nbytes
             if nbytes:
                 self.kept.append(tape.scratch(int(nbytes * self.weight_share)))
-        self.kept.append(tape.scratch(resolved.workspace_nbytes // 2))
 
     def _outer(self) -> tuple[Unit, Unit, Unit]:
         return (self.units.embedding, self.units.head, self.units.root)
@@ -121,6 +123,7 @@ class _Stream:
         del h
         retained: list[Tensor] = []
         gradients: list[Tensor] = []
+        whole: list[Tensor] = []
         for number, (kind, unit) in reversed(list(enumerate(self.layers))):
             if number % self.group:
                 others.pop()
@@ -137,12 +140,16 @@ class _Stream:
                 grad = self.arrived.pop()
             if resolved.sharding.retains_inputs:
                 retained += [boundary, grad]
-            gradients += self._reduced(unit)
+            if not tape.gradients:  # else they are what is there until the step
+                gradients += self._reduced(unit)
+            whole += tape.gradients
+            tape.gradients.clear()
             del boundary, kept_out, gathered
         del grad, root, inputs
         retained.clear()
         self._update(first=first)
         gradients.clear()
+        whole.clear()
 
     def _kept_copy(self, number: int, kind: LayerKind, boundary: Tensor) -> Tensor:
         """What a layer that is not run keeps, as one block."""
@@ -157,6 +164,8 @@ class _Stream:
         resolved, sharding, tape = self.resolved, self.resolved.sharding, self.tape
         trained = unit.trained_numel + unit.adapter_numel
         if not trained or resolved.gradients_at_rest or resolved.update_in_backward:
+            return []
+        if resolved.gradients_on_host:
             return []
         if sharding.splits_gradients:
             whole = tape.scratch(trained * sharding.gathered_itemsize)
@@ -220,7 +229,7 @@ class _Stream:
                 nbytes = int(trained * (optimizer.state + optimizer.master) / (2 * _MATRICES))
                 if nbytes:
                     self.state += [tape.scratch(nbytes) for _ in range(2 * _MATRICES)]
-        if optimizer.step and not self.resolved.update_in_backward:
+        if optimizer.step and optimizer.on_device and not self.resolved.update_in_backward:
             temporaries = []
             for unit in [unit for _, unit in self.layers] + list(self._outer()):
                 trained = (unit.trained_numel + unit.adapter_numel) * self.state_share

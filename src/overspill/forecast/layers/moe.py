@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from overspill.forecast.layers import parts
 from overspill.forecast.layers.parts import FP32, INT64, Layer
-from overspill.forecast.tape import Parameter, Tensor, ops
+from overspill.forecast.tape import Category, Parameter, Tape, Tensor, ops
 from overspill.model.facts import LinearShape, MoeFacts
 
 if TYPE_CHECKING:
@@ -26,16 +26,20 @@ def mixture(layer: Layer, x: Tensor, moe: MoeFacts, roles: dict[str, dict[str, L
     tape, style, tokens = layer.tape, layer.style, layer.tokens
     hidden = x.numel // tokens
     router = layer.parameter("router", moe.experts * hidden)
-    scores = ops.linear(tape, x, router, tokens * moe.experts)
+    scores = ops.linear(tape, ops.cast(tape, x, FP32) if moe.router_fp32 else x, router, tokens * moe.experts)
     scores = ops.softmax(tape, ops.cast(tape, scores, FP32))
-    chosen = ops.elementwise(tape, scores, itemsize=style.compute)  # top-k, normalised
+    chosen = _chosen(layer, scores, tokens * moe.top_k, FP32 if moe.weights_fp32 else style.compute)
     index = tape.new(tokens * moe.top_k, INT64)
     routed = tokens * moe.top_k
     local_experts = max(1, moe.experts // run.expert)
     pieces = 1 if style.grouped_experts else min(local_experts, _PIECES)
     width = moe.expert.intermediate // run.expert_tensor
-    total = tape.new(tokens * hidden, x.itemsize)
     del scores
+    if style.grouped_experts and style.code == "transformers":
+        total = _grouped(layer, x, chosen, moe, routed, local_experts, width)
+        del index
+        return _with_shared(layer, x, total, moe, roles)
+    total = tape.new(tokens * hidden, x.itemsize)
     up_name = roles["experts"].get("gate_up") or roles["experts"].get("up")
     for piece in range(pieces):
         rows = routed * (piece + 1) // pieces - routed * piece // pieces
@@ -47,18 +51,74 @@ def mixture(layer: Layer, x: Tensor, moe: MoeFacts, roles: dict[str, dict[str, L
             part = _unpermute(layer, part, chosen, tokens * hidden)
             total = part
         else:
-            weighted = _weigh(layer, part, chosen)
+            weighted = _weigh(layer, part, chosen, rows)
             total = _index_add(layer, total, weighted)
             del weighted
         del part
     del index
+    return _with_shared(layer, x, total, moe, roles)
+
+
+def _with_shared(
+    layer: Layer, x: Tensor, total: Tensor, moe: MoeFacts, roles: dict[str, dict[str, LinearShape]]
+) -> Tensor:
     if moe.shared is not None:
         names = {role: linear.name for role, linear in roles["shared"].items()}
         if "gate" in names or "gate_up" in names:
             shared = parts.gated_mlp(layer, x, names, moe.shared.intermediate)
         else:
             shared = parts.plain_mlp(layer, x, names, moe.shared.intermediate, moe.shared.activation)
-        total = ops.add(tape, total, shared)
+        total = ops.add(layer.tape, total, shared)
+    return total
+
+
+def _chosen(layer: Layer, scores: Tensor, numel: int, itemsize: int) -> Tensor:
+    """topk and a division by the sum: the values, kept for both; backward scatters into zeros of the scores' size."""
+    tape, spread = layer.tape, scores.numel
+    values = tape.new(numel, FP32)
+
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        return (tape.new(spread, FP32, Category.TEMPORARIES),)
+
+    index = tape.new(numel, INT64)
+    values = tape.record((scores,), (index, values), backward, values)
+    return ops.cast(tape, values, itemsize)
+
+
+def _grouped(layer: Layer, x: Tensor, chosen: Tensor, moe: MoeFacts, routed: int, experts: int, width: int) -> Tensor:
+    """grouped_mm_experts_forward of transformers 5: the rows of all experts sorted, two grouped products, rows times
+    their weights (in the weights' dtype when that is wider), back in order, and the top-k summed."""
+    tape, style, tokens = layer.tape, layer.style, layer.tokens
+    hidden, size = x.numel // tokens, x.itemsize
+    trained = layer.trained("experts")
+
+    def project(h: Tensor, in_width: int, out_width: int) -> Tensor:
+        weight = Parameter(experts * in_width * out_width, style.weight, trained=trained, keeps_grad=layer.keeps_grads)
+        return ops.linear(tape, h, weight, routed * out_width)
+
+    order = tape.new(3 * routed, INT64)  # the permutation, its inverse, the sorted experts
+    selected = _gather(layer, x, routed * hidden)
+    if moe.expert.kind == "plain":
+        inner = ops.silu(tape, project(selected, hidden, width))
+    else:
+        packed = project(selected, hidden, 2 * width)
+        gate, up = ops.split(tape, packed, (routed * width, routed * width))
+        inner = ops.mul(tape, ops.silu(tape, gate), up)
+        del packed, gate, up
+    out = project(inner, width, hidden)
+    del inner
+    weighted = _weigh(layer, out, chosen, routed)
+    del out
+    box = [_gather(layer, weighted, weighted.numel)]
+    del weighted
+    numel = box[0].numel
+
+    def spread(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        return (Tensor(grad.storage, numel, grad.itemsize),)  # expand: a view
+
+    total = tape.record((box[0],), (), spread, tape.new(tokens * hidden, box[0].itemsize))
+    total = ops.cast(tape, total, size)
+    del order, selected
     return total
 
 
@@ -67,8 +127,8 @@ def _gather(layer: Layer, x: Tensor, numel: int) -> Tensor:
     tape = layer.tape
     x_numel, size = x.numel, x.itemsize
 
-    def backward(tape_, grad: Tensor):  # type: ignore[no-untyped-def]
-        return (tape_.new(x_numel, size, 6),)
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
+        return (tape.new(x_numel, size, Category.TEMPORARIES),)
 
     return tape.record((x,), (), backward, tape.new(numel, x.itemsize))
 
@@ -115,19 +175,24 @@ def _expert(
     return project(inner, hidden, width)
 
 
-def _weigh(layer: Layer, part: Tensor, chosen: Tensor) -> Tensor:
-    """part × its routing weight: both saved, since both need a gradient."""
-    tape = layer.tape
+def _weigh(layer: Layer, part: Tensor, chosen: Tensor, rows: int) -> Tensor:
+    """part × its routing weights, in the wider dtype: both saved, since both need a gradient."""
+    tape, wide = layer.tape, max(part.itemsize, chosen.itemsize)
     numel, size, needs = part.numel, part.itemsize, part.requires_grad
-    weight_grad = chosen.requires_grad
+    weight_grad, weight_size = chosen.requires_grad, chosen.itemsize
+    weights = tape.new(rows, weight_size)
 
-    def backward(tape_, grad: Tensor):  # type: ignore[no-untyped-def]
-        first = tape_.new(numel, size, 6) if needs else None
-        second = tape_.new(numel, size, 6) if weight_grad else None
-        return (first, tape_.new(chosen_numel, size, 6) if second is not None else None)
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        first = tape.new(numel, wide, Category.TEMPORARIES) if needs else None
+        second = tape.new(numel, wide, Category.TEMPORARIES) if weight_grad else None
+        if first is not None and wide != size:
+            first = tape.new(numel, size, Category.TEMPORARIES)
+        if second is not None:
+            second = tape.new(rows, weight_size, Category.TEMPORARIES)
+        return (first, second)
 
-    chosen_numel = chosen.numel
-    return tape.record((part, chosen), (part,) if weight_grad else (), backward, tape.new(numel, size))
+    saved = ((weights,) if needs else ()) + ((part,) if weight_grad else ())
+    return tape.record((part, chosen), saved, backward, tape.new(numel, wide))
 
 
 def _index_add(layer: Layer, total: Tensor, part: Tensor) -> Tensor:
@@ -135,8 +200,11 @@ def _index_add(layer: Layer, total: Tensor, part: Tensor) -> Tensor:
     tape = layer.tape
     numel, size = part.numel, part.itemsize
 
-    def backward(tape_, grad: Tensor):  # type: ignore[no-untyped-def]
-        return (Tensor(grad.storage, grad.numel, grad.itemsize), tape_.new(numel, size, 6))
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            Tensor(grad.storage, grad.numel, grad.itemsize),
+            tape.new(numel, size, Category.TEMPORARIES),
+        )
 
     return tape.record((total, part), (), backward, Tensor(total.storage, total.numel, total.itemsize))
 
@@ -147,10 +215,10 @@ def _unpermute(layer: Layer, part: Tensor, chosen: Tensor, numel: int) -> Tensor
     rows, size, needs, weight_grad = part.numel, part.itemsize, part.requires_grad, chosen.requires_grad
     chosen_numel = chosen.numel
 
-    def backward(tape_, grad: Tensor):  # type: ignore[no-untyped-def]
+    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return (
-            tape_.new(rows, size, 6) if needs else None,
-            tape_.new(chosen_numel, size, 6) if weight_grad else None,
+            tape.new(rows, size, Category.TEMPORARIES) if needs else None,
+            tape.new(chosen_numel, size, Category.TEMPORARIES) if weight_grad else None,
         )
 
     return tape.record((part, chosen), (part,) if weight_grad else (), backward, tape.new(numel, size))

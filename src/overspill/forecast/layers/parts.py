@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: norms, rotary embedding, attention, MLP, and linears with their adapters.
+"""The parts of a decoder layer: norms, rotary embedding, attention, MLP. Its linears: linears.py.
 
 Each follows one code path of the frameworks, operation by operation; the source is named where it is. ``tokens`` is
 sequences × length on this rank. What each keeps and needs comes out of the tape, not from here.
@@ -6,12 +6,9 @@ sequences × length on this rank. What each keeps and needs comes out of the tap
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from overspill.forecast.layers.style import Style
-from overspill.forecast.tape import Category, Parameter, Tape, Tensor, ops
-from overspill.model.facts import AttentionFacts, LinearShape
+from overspill.forecast.layers.linears import Layer, base_linear, linear
+from overspill.forecast.tape import Category, Tape, Tensor, ops
+from overspill.model.facts import AttentionFacts
 
 __all__ = [
     "Layer", "attention", "base_linear", "enter", "gated_mlp", "join", "leave", "linear", "norm", "plain_mlp", "repeat",
@@ -20,29 +17,6 @@ __all__ = [
 
 FP32 = 4
 INT64 = 8
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What the parts need to know of the layer that they stand in. trained, targeted: by a linear's name.
-
-    split: tensor-parallel ranks; widths are divided by it. shard: ranks that the residual stream is split over.
-    """
-
-    tape: Tape
-    style: Style
-    tokens: int
-    seq_len: int
-    trained: Callable[[str], bool]
-    targeted: Callable[[str], bool]
-    linears: dict[str, LinearShape]
-    split: int = 1
-    shard: int = 1
-    keeps_grads: bool = True
-
-    def parameter(self, name: str, numel: int, itemsize: int | None = None) -> Parameter:
-        size = self.style.weight if itemsize is None else itemsize
-        return Parameter(numel, size, trained=self.trained(name), keeps_grad=self.keeps_grads)
 
 
 def enter(layer: Layer, x: Tensor) -> Tensor:
@@ -95,7 +69,8 @@ def norm(layer: Layer, x: Tensor, name: str, kind: str, width: int) -> Tensor:
     wide = ops.mul(tape, wide, factor)
     del factor
     if kind == "rms_fp32":  # Gemma: (1 + weight) in fp32, cast afterwards
-        return ops.cast(tape, ops.mul_weight(tape, wide, layer.parameter(name, width, FP32)), out_size)
+        wide = ops.mul_weight(tape, wide, layer.parameter(name, width, FP32))
+        return ops.cast(tape, wide, out_size)
     if style.norm == "wide":  # F.rms_norm(x.float(), weight).to(x.dtype): a weight of another dtype, so no fused kernel
         return ops.cast(tape, ops.mul_weight(tape, wide, weight), out_size)
     narrow = ops.cast(tape, wide, x.itemsize if not style.norm_fp32_output else FP32)
@@ -103,96 +78,9 @@ def norm(layer: Layer, x: Tensor, name: str, kind: str, width: int) -> Tensor:
     return ops.mul_weight(tape, narrow, weight)
 
 
-def linear(layer: Layer, x: Tensor, name: str, out_width: int) -> Tensor:
-    """A linear module, quantised or not, with its adapter if it is targeted."""
-    style = layer.style
-    out = base_linear(layer, x, name, out_width)
-    if style.adapter is None or not layer.targeted(name):
-        return out
-    return _with_adapter(layer, x, out, name, out_width)
-
-
-def base_linear(layer: Layer, x: Tensor, name: str, out_width: int) -> Tensor:
-    tape, style = layer.tape, layer.style
-    shape = layer.linears[name]
-    weight = layer.parameter(name + ".weight", shape.in_features * shape.out_features // layer.split)
-    out_numel = layer.tokens * out_width
-    if style.quantised:
-        return _quantised_linear(tape, style, x, weight, out_numel)
-    narrow = ops.cast(tape, x, style.compute)
-    if style.autocast and style.weight != style.compute:
-        weight = _cast_weight(tape, weight, style.compute)
-    bias = layer.parameter(name + ".bias", out_width) if shape.bias else None
-    return ops.linear(tape, narrow, weight, out_numel, bias=bias)
-
-
-def _cast_weight(tape: Tape, weight: Parameter, itemsize: int) -> Parameter:
-    """Under autocast: the matmul's gradient is in the compute dtype and is cast to the weight's (forecast/phases.py
-    counts the cached copy)."""
-    return Parameter(weight.numel, weight.itemsize, trained=weight.trained, keeps_grad=weight.keeps_grad)
-
-
-def _quantised_linear(tape: Tape, style: Style, x: Tensor, weight: Parameter, out_numel: int) -> Tensor:
-    """bitsandbytes MatMul4Bit, auto-gptq's QuantLinear: the weight is dequantised for each use, nothing is saved."""
-    back = x.itemsize
-    narrow = ops.cast(tape, x, style.compute)
-    dequantised = _dequantised(tape, style, weight)
-    out = tape.new(out_numel, narrow.itemsize)
-    saved = (dequantised,) if style.saves_dequantised else ()
-    del dequantised
-    x_numel, x_size, needs = narrow.numel, narrow.itemsize, narrow.requires_grad
-
-    def backward(tape: Tape, grad: Tensor) -> tuple[Tensor | None]:
-        held = None if style.saves_dequantised else _dequantised(tape, style, weight)
-        result = tape.new(x_numel, x_size, Category.TEMPORARIES) if needs else None
-        del held
-        return (result,)
-
-    out = tape.record((narrow,), saved, backward, out)
-    del narrow
-    return ops.cast(tape, out, back)  # bitsandbytes answers in the dtype of what it got
-
-
-def _dequantised(tape: Tape, style: Style, weight: Parameter) -> Tensor:
-    """One kernel writes it (bitsandbytes, a compiled torchao), or a chain of operations with int64 indices does."""
-    if style.dequantise_itemsize > style.compute:
-        burst = tape.scratch(weight.numel * style.dequantise_itemsize)
-        del burst
-    return tape.scratch(weight.numel * style.compute)
-
-
-def _with_adapter(layer: Layer, x: Tensor, out: Tensor, name: str, out_width: int) -> Tensor:
-    tape, style, adapter = layer.tape, layer.style, layer.style.adapter
-    assert adapter is not None
-    shape = layer.linears[name]
-    down = Parameter(shape.in_features * adapter.rank, adapter.itemsize, trained=True, keeps_grad=layer.keeps_grads)
-    up = Parameter(shape.out_features * adapter.rank, adapter.itemsize, trained=True, keeps_grad=layer.keeps_grads)
-    inner, outer = layer.tokens * adapter.rank, layer.tokens * out_width
-    if adapter.code == "fused":
-        # LoRA_W and LoRA_QKV as in Unsloth's fast_lora: the input is saved, with dropout its dropped copy besides; the
-        # inner product is recomputed.
-        dropped = (tape.new(x.numel, x.itemsize),) if adapter.dropout > 0 else ()
-        return ops.fused(
-            tape, (x, down, up, out), outer, out.itemsize, saves=(x, *dropped), backward_scratch_nbytes=inner * 2
-        )
-    size = style.compute if style.autocast else adapter.itemsize
-    source = x
-    if adapter.code == "peft":
-        source = ops.cast(tape, source, adapter.itemsize)  # x.to(lora_A.weight.dtype)
-    source = ops.dropout(tape, source, adapter.dropout)
-    source = ops.cast(tape, source, size)  # autocast
-    a = ops.linear(tape, source, down, inner)
-    del source
-    b = ops.linear(tape, a, up, outer)
-    del a
-    b = ops.scale(tape, b)
-    result = ops.add(tape, out, b)
-    del b
-    return ops.cast(tape, result, out.itemsize)
-
-
-def _rotate(layer: Layer, q: Tensor, share: float = 1.0) -> Tensor:
-    """Rotary embedding of one of q, k; ``share`` of its elements are rotated."""
+def _rotate(layer: Layer, q: Tensor, share: float = 1.0, held: list[Tensor] | None = None) -> Tensor:
+    """Rotary embedding of one of q, k; ``share`` of its elements are rotated. held: what the caller's frame keeps of
+    that."""
     tape, style = layer.tape, layer.style
     if style.rope in ("in_place", "none"):
         return q
@@ -202,16 +90,19 @@ def _rotate(layer: Layer, q: Tensor, share: float = 1.0) -> Tensor:
         wide = ops.cast(tape, q, FP32)
         return ops.cast(tape, ops.elementwise(tape, wide), q.itemsize)
     # (q * cos) + (rotate_half(q) * sin)
-    straight = ops.elementwise(tape, q)
-    half = tape.new(q.numel // 2, q.itemsize)
-    turned = ops.elementwise(tape, q)
+    rotated = q if share == 1 else tape.view(q, int(q.numel * share))
+    straight = ops.elementwise(tape, rotated)
+    half = tape.new(rotated.numel // 2, q.itemsize)
+    turned = ops.elementwise(tape, rotated)
     del half
     turned = ops.elementwise(tape, turned)
     out = ops.add(tape, straight, turned)
-    if share < 1:
-        del straight, turned
-        return ops.elementwise(tape, out)  # cat of the rotated and the passed part
-    return out
+    del straight, turned
+    if share == 1:
+        return out
+    if held is not None:
+        held += [q, out]
+    return join(tape, (out, tape.view(q, q.numel - out.numel)), q.numel)
 
 
 def attention(layer: Layer, x: Tensor, facts: AttentionFacts, names: dict[str, str]) -> Tensor:
@@ -221,12 +112,14 @@ def attention(layer: Layer, x: Tensor, facts: AttentionFacts, names: dict[str, s
     kv_heads = max(1, facts.kv_heads // split)
     query, key, value = heads * facts.head_dim, kv_heads * facts.head_dim, kv_heads * facts.v_head_dim
     tokens = layer.tokens
+    held: list[Tensor] = []
     if facts.is_mla:
         q, k, v = _latent(layer, x, facts, names, heads)
         kv_heads = heads
     elif facts.fused_qkv:
         packed = linear(layer, x, names["qkv"], query + key + value)
-        q, k, v = (tape.view(packed, tokens * width) for width in (query, key, value))
+        slices = style.code == "transformers" and names["qkv"].endswith("qkv_proj")  # Phi-3's
+        q, k, v = ops.split(tape, packed, [tokens * width for width in (query, key, value)], slices=slices)
         del packed
     else:
         q = linear(layer, x, names["q"], query)
@@ -238,14 +131,14 @@ def attention(layer: Layer, x: Tensor, facts: AttentionFacts, names: dict[str, s
         k = norm(layer, k, "k_norm", facts.norm, facts.head_dim if facts.qk_norm == "head" else key)
     if facts.rotary_dim and not facts.is_mla:
         share = facts.rotary_dim / facts.head_dim
-        q, k = _rotate(layer, q, share), _rotate(layer, k, share)
+        q, k = _rotate(layer, q, share, held), _rotate(layer, k, share, held)
     q, k, v = (ops.cast(tape, one, style.compute) for one in (q, k, v))
     if style.repeat_kv and kv_heads < heads:
         k = repeat(tape, k, heads // kv_heads)
         v = repeat(tape, v, heads // kv_heads)
         kv_heads = heads
     out = scores(layer, q, k, v, facts, heads, kv_heads)
-    del q, k, v
+    del q, k, v, held
     if facts.output_gate:
         gate = linear(layer, out, names["gate"], heads * facts.v_head_dim) if "gate" in names else out
         out = ops.mul(tape, out, ops.elementwise(tape, gate, saves_output=True))
@@ -332,11 +225,12 @@ def _eager(
     if facts.softcap:
         scores = ops.scale(tape, ops.elementwise(tape, ops.scale(tape, scores), saves_output=True))
     scores = ops.scale(tape, scores)  # + mask
-    weights = ops.softmax(tape, scores, itemsize=FP32)
+    weights = ops.softmax(tape, scores, itemsize=FP32 if facts.softmax_fp32 else None)
     del scores
     weights = ops.cast(tape, weights, q.itemsize)
     weights = ops.dropout(tape, weights, facts.dropout)
     out = ops.matmul(tape, weights, v, out_numel)
+    layer.frame.append(weights)
     del weights
     return ops.scale(tape, out)  # transpose and contiguous
 
@@ -352,7 +246,7 @@ def gated_mlp(layer: Layer, x: Tensor, names: dict[str, str], intermediate: int)
             inner = ops.fused(tape, (packed,), numel, packed.itemsize, saves=(packed,))
             del packed
             return linear(layer, inner, names["down"], layer.linears[names["down"]].out_features)
-        gate, up = tape.view(packed, numel), tape.view(packed, numel)
+        gate, up = ops.split(tape, packed, (numel, numel))
         del packed
     else:
         gate = linear(layer, x, names["gate"], width)
@@ -379,21 +273,32 @@ def gated_mlp(layer: Layer, x: Tensor, names: dict[str, str], intermediate: int)
     return linear(layer, inner, names["down"], layer.linears[names["down"]].out_features)
 
 
-#: Tensors as wide as the MLP that a plain activation keeps beside its input: functions written in Python keep more.
-_PYTHON_ACTIVATIONS = ("gelu_new", "gelu_fast", "quick_gelu", "relu2", "laplace")
-
-
 def plain_mlp(layer: Layer, x: Tensor, names: dict[str, str], intermediate: int, activation: str) -> Tensor:
     """down(act(up(x)))."""
-    tape, width = layer.tape, intermediate // layer.split
-    inner = linear(layer, x, names["up"], width)
+    inner = linear(layer, x, names["up"], intermediate // layer.split)
     del x
-    if activation == "relu":
-        inner = ops.elementwise(tape, inner, saves_output=True)
-    elif activation in _PYTHON_ACTIVATIONS and layer.style.code == "transformers":
-        cube = ops.elementwise(tape, inner, saves_input=True)
-        inner = ops.mul(tape, inner, ops.scale(tape, ops.elementwise(tape, cube, saves_output=True)))
-        del cube
-    else:
-        inner = ops.silu(tape, inner)
+    box = [inner]
+    del inner
+    inner = _activation(layer, box, activation)
     return linear(layer, inner, names["down"], layer.linears[names["down"]].out_features)
+
+
+def _activation(layer: Layer, box: list[Tensor], name: str) -> Tensor:
+    """Of the tensor in the box. One kernel keeps its input; what transformers writes out in Python keeps more."""
+    tape, x = layer.tape, box.pop()
+    if name in ("relu", "relu2"):
+        x = ops.elementwise(tape, x, saves_output=True)
+        return x if name == "relu" else ops.elementwise(tape, x, saves_input=True)
+    if layer.style.code != "transformers" or name not in ("gelu_new", "gelu_fast", "quick_gelu"):
+        return ops.silu(tape, x)
+    if name == "quick_gelu":  # x * sigmoid(1.702 * x)
+        return ops.mul(tape, x, ops.elementwise(tape, ops.scale(tape, x), saves_output=True))
+
+    def argument() -> Tensor:
+        if name == "gelu_new":  # c * (x + 0.044715 * x ** 3)
+            return ops.scale(tape, ops.add(tape, x, ops.scale(tape, ops.elementwise(tape, x, saves_input=True))))
+        # c * x * (1 + 0.044715 * x * x)
+        return ops.mul(tape, ops.scale(tape, x), ops.scale(tape, ops.mul(tape, ops.scale(tape, x), x)))
+
+    half = ops.scale(tape, x)  # 0.5 * x * (1 + tanh(argument))
+    return ops.mul(tape, half, ops.scale(tape, ops.elementwise(tape, argument(), saves_output=True)))

@@ -15,10 +15,17 @@ __all__ = ["forward"]
 
 def forward(layer: Layer, kind: LayerKind, x: Tensor, run: Run) -> Tensor:
     """One decoder or encoder layer."""
+    out = _forward(layer, kind, x, run)
+    layer.frame.clear()
+    return out
+
+
+def _forward(layer: Layer, kind: LayerKind, x: Tensor, run: Run) -> Tensor:
     tape = layer.tape
     roles = roles_of(kind)
     names = {part: {role: linear.name for role, linear in found.items()} for part, found in roles.items()}
-    sandwich = kind.norms > 2  # Gemma 2, 3: a norm before and after each part
+    after = kind.norms == 2 and any(name.startswith("post_feedforward_layernorm") for name, _ in kind.parameters)
+    sandwich = kind.norms > 2 or after  # Gemma 2, 3: a norm before and after each part; OLMo 2: only after
 
     def mlp(h: Tensor) -> Tensor:
         if kind.moe is not None:
@@ -38,6 +45,8 @@ def forward(layer: Layer, kind: LayerKind, x: Tensor, run: Run) -> Tensor:
         return ops.dropout(tape, h, kind.residual_dropout)
 
     def norm(h: Tensor, name: str) -> Tensor:
+        if after and not name.endswith("_after"):
+            return h
         return parts.norm(layer, h, name, kind.norm, kind.hidden)
 
     residual = x
@@ -49,6 +58,8 @@ def forward(layer: Layer, kind: LayerKind, x: Tensor, run: Run) -> Tensor:
         return ops.add(tape, ops.add(tape, first, second), residual)
     if kind.attention is not None:
         h = parts.leave(layer, attend(h))
+        if names["attention"].get("qkv") == "attn.c_attn":  # GPT-2's block has a name for it
+            layer.frame.append(h)
         if sandwich:
             h = norm(h, "norm_1_after")
         h = ops.add(tape, residual, leave(h))

@@ -13,7 +13,7 @@ from overspill.forecast.tape.core import Category, Parameter, Tape, Tensor
 
 __all__ = [
     "add", "cast", "dropout", "elementwise", "embedding", "fused", "linear", "matmul", "mean_of_square", "mul",
-    "mul_weight", "scale", "silu", "softmax",
+    "mul_weight", "scale", "silu", "softmax", "split",
 ]  # fmt: skip
 
 FP32 = 4
@@ -165,8 +165,35 @@ def dropout(tape: Tape, x: Tensor, rate: float) -> Tensor:
 
 
 def softmax(tape: Tape, x: Tensor, *, itemsize: int | None = None) -> Tensor:
-    """Saves its result."""
-    return elementwise(tape, x, saves_output=True, itemsize=itemsize)
+    """Saves its result. With an itemsize: its input is converted first, a tensor that lives while the kernel runs
+    (aten/src/ATen/native/SoftMax.cpp; only fp16 is widened inside the kernel)."""
+    return elementwise(tape, x if itemsize is None else cast(tape, x, itemsize), saves_output=True)
+
+
+def split(tape: Tape, x: Tensor, numels: Sequence[int], *, slices: bool = False) -> tuple[Tensor, ...]:
+    """``x.split(...)`` or ``chunk``: views, whose gradients are joined by one cat when all are there.
+
+    slices: ``x[..., a:b]`` instead, whose gradients are each written into zeros of x's size (slice_backward).
+    """
+    numel, size = x.numel, x.itemsize
+
+    def whole(tape: Tape, grad: Tensor) -> Sequence[Tensor | None]:
+        joined = tape.new(numel, size, Category.TEMPORARIES)
+        waiting.clear()
+        return (joined,)
+
+    def passes(tape: Tape, grad: Tensor) -> Sequence[Tensor | None]:
+        waiting.append(Tensor(grad.storage, grad.numel, grad.itemsize))
+        return (Tensor(None, 0, grad.itemsize),)
+
+    if slices:
+        return tuple(
+            tape.record((x,), (), lambda tape, grad: (tape.new(numel, size, Category.TEMPORARIES),), part)
+            for part in (Tensor(x.storage, count, size) for count in numels)
+        )
+    waiting: list[Tensor] = []
+    source = tape.record((x,), (), whole, Tensor(x.storage, numel, size))
+    return tuple(tape.record((source,), (), passes, Tensor(x.storage, count, size)) for count in numels)
 
 
 def matmul(tape: Tape, x: Tensor, y: Tensor, out_numel: int) -> Tensor:

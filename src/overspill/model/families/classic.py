@@ -52,7 +52,7 @@ def _gpt2(config: Config) -> Built:
     kv_heads, head_dim = (1 if multi_query else heads), hidden // heads
     attention = AttentionFacts(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, fused_qkv=True, bias=True,
-        dropout=config.ratio("attn_pdrop"),
+        dropout=config.ratio("attn_pdrop"), softmax_fp32=config.model_type != "gpt2",
     )  # fmt: skip
 
     def layer(_: object) -> LayerKind:
@@ -290,7 +290,7 @@ def _falcon(config: Config) -> Built:
     two = new and config.integer("num_ln_in_parallel_attn", 2) == 2
     attention = AttentionFacts(
         heads=heads, kv_heads=grouped, head_dim=head_dim, v_head_dim=head_dim, alibi=alibi, fused_qkv=True, bias=bias,
-        rotary_dim=0 if alibi else head_dim, dropout=config.ratio("attention_dropout"),
+        rotary_dim=0 if alibi else head_dim, dropout=config.ratio("attention_dropout"), softmax_fp32=False,
     )  # fmt: skip
 
     def layer(_: object) -> LayerKind:

@@ -21,7 +21,7 @@ def _attention(config: Config, heads_key: str = "num_attention_heads", **more: A
     hidden, heads = config.number("hidden_size"), config.number(heads_key)
     return AttentionFacts(
         heads=heads, kv_heads=heads, head_dim=hidden // heads, v_head_dim=hidden // heads, causal=False, bias=True,
-        **more,
+        softmax_fp32=False, **more,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def _distilbert(config: Config) -> Built:
     at, vocab = "distilbert." if task else "", config.number("vocab_size")
     attention = AttentionFacts(
         heads=heads, kv_heads=heads, head_dim=hidden // heads, v_head_dim=hidden // heads, causal=False, bias=True,
-        dropout=config.ratio("attention_dropout"),
+        dropout=config.ratio("attention_dropout"), softmax_fp32=False,
     )  # fmt: skip
 
     def layer(_: object) -> LayerKind:

@@ -96,6 +96,7 @@ def mixture(config: Config, style: Experts) -> tuple[Parts, MoeFacts]:
         shared=shared,
         shared_gate=style.shared_gate,
         router_fp32=style.router_fp32,
+        weights_fp32=style.scores == "sigmoid" or config.model_type in ("mixtral", "minimax", "deepseek_v2"),
         scores=style.scores,
         router_bias=style.router_bias,
     )

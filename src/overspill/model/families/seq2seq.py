@@ -25,7 +25,7 @@ def _t5(config: Config) -> Built:
     activation = "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-")
     dropout = config.ratio("dropout_rate")
     attention = AttentionFacts(
-        heads=heads, kv_heads=heads, head_dim=kv, v_head_dim=kv, relative_bias=True, dropout=dropout
+        heads=heads, kv_heads=heads, head_dim=kv, v_head_dim=kv, relative_bias=True, dropout=dropout, softmax_fp32=False
     )
 
     def attend(parts: Parts, at: str, bias: bool) -> None:
@@ -86,7 +86,7 @@ def _bart(config: Config) -> Built:
         decodes = role == "decoder"
         attention = AttentionFacts(
             heads=heads, kv_heads=heads, head_dim=hidden // heads, v_head_dim=hidden // heads, causal=decodes,
-            bias=True, dropout=config.ratio("attention_dropout"),
+            bias=True, dropout=config.ratio("attention_dropout"), softmax_fp32=False,
         )  # fmt: skip
         parts = Parts()
         for at in ("self_attn", "encoder_attn") if decodes else ("self_attn",):
