@@ -268,7 +268,7 @@ def _shrinks(rank: Rank) -> dict[str, int]:
     peak, sharding = rank.peak, rank.resolved.sharding
     split = 0
     if sharding.splits_weights:
-        split += peak.weights
+        split += min(peak.weights, rank.rest.weights)  # a model that is loaded whole is whole on every rank
     if sharding.splits_optimizer:
         split += peak.optimizer
     if sharding.splits_gradients:
