@@ -64,7 +64,6 @@ def test_k1_a_sharded_and_offloaded_model_still_needs_activations_and_buffers() 
     assert phase(found, "backward of a layer")["communication"] > GB / 10
 
 
-@pytest.mark.xfail(strict=True, reason="parallel.zero_init is read by nothing: a model loaded whole is not said")
 def test_k1_a_model_that_is_loaded_whole_is_warned_of() -> None:
     found = zero(
         3,
