@@ -137,7 +137,8 @@ def test_a_class_that_is_moved_has_the_same_bytes_elsewhere(
     share = 1 / sharding.ranks if sharding.splits_optimizer else 1.0
     # Who updates on the host has the gradients there, in fp32.
     gradients = round(4 * trained * share) if what == "optimizer" and tier == "host" else 0
-    assert getattr(after.rest, what) == 0
+    # DeepSpeed moves weights at stage 3 alone: below it they stay, and nothing is elsewhere.
+    assert getattr(after.rest, what) == 0 or (what == "weights" and kind == "zero1")
     assert off == pytest.approx(left + gradients, abs=8)
 
 
