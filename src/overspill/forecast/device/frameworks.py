@@ -120,6 +120,9 @@ def _common(draft: _Draft, *, hopper: bool) -> None:
         offloads_boundaries=job.offload.activations != "device",
         gradients_at_rest=False,
         update_in_backward=job.optimizer.in_backward,
+        weights_on_host=job.offload.weights != "device",
+        # Who updates on the host sends each gradient there when it has been reduced.
+        gradients_on_host=job.offload.gradients != "device" or job.offload.optimizer != "device",
         workspace_nbytes=2 * workspace,
         sharding=_sharding(draft),
         expert_ranks=max(

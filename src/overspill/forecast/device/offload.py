@@ -44,6 +44,8 @@ def off_device_nbytes(job: Job, units: Units, resolved: Resolved) -> tuple[int, 
             * (unit.trained_numel * resolved.trained_itemsize + unit.frozen_numel * resolved.frozen_itemsize)
         )
     )
+    if not resolved.weights_on_host:
+        weights = 0.0
     if offload.weights == "host":
         host += weights
     elif offload.weights == "disk":
