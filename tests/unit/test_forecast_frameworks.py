@@ -81,8 +81,8 @@ def test_torchtune_full_training_has_alive_what_its_modules_had(version: str, lo
         TUNE, data={"seq_len": 256}, train={"micro_batch": 2}, kernels={"loss": loss},
         framework={"name": "torchtune", "versions": {"torchtune": version, "torch": "2.13.0"}},
     )  # fmt: skip
-    assert highest(rank, *FORWARD) == pytest.approx(measured["forward"], rel=0.002)
-    assert highest(rank, *BACKWARD) == pytest.approx(measured["backward"], rel=0.002)
+    assert highest(rank, *FORWARD) == pytest.approx(measured["forward"], rel=0.001)
+    assert highest(rank, *BACKWARD) == pytest.approx(measured["backward"], rel=0.001)
 
 
 def test_torchtune_lora_has_alive_what_its_modules_had() -> None:

@@ -262,7 +262,9 @@ class Tape:
             # The first came as a view (of the transposed product), which keeps its base: two owners, so the engine
             # adds into a third tensor; what follows is added to that in place (input_buffer.cpp, accumulate).
             if not parameter.summed:
+                first = parameter.grad
                 parameter.grad = self.new(parameter.numel, parameter.itemsize, Category.GRADIENTS)
+                self.gradients = [parameter.grad if one is first else one for one in self.gradients]
                 parameter.summed = True
             return
         storage = grad.storage
