@@ -15,7 +15,7 @@ from overspill.catalog.overheads import context, nccl_communicator
 from overspill.forecast.allocator import replay
 from overspill.forecast.allocator_settings import AllocatorSettings
 from overspill.forecast.device.settings import Resolved
-from overspill.forecast.events import Event
+from overspill.forecast.events import Event, Kind
 
 __all__ = ["Range", "Shown", "needed", "probability_above", "shown"]
 
@@ -60,8 +60,10 @@ def shown(
     *,
     capacity_nbytes: int | None,
     torch: str | None = None,
+    logits_nbytes: int = 0,
 ) -> Shown:
-    """The figures of one rank. capacity_nbytes: what the runtime offers, less what others hold; None: not known."""
+    """The figures of one rank. capacity_nbytes: what the runtime offers, less what others hold; None: not known.
+    logits_nbytes: of the peak, where it is in the loss."""
     free = replay(events, settings)
     # The closed form counts what the stream leaves out (gradients in flight, gathered units): the larger is right.
     scale = max(1.0, allocated_nbytes / max(1, free.allocated_peak_nbytes))
@@ -71,8 +73,11 @@ def shown(
     if capacity_nbytes is not None and fits:
         likely = max(allocated_nbytes, min(likely, capacity_nbytes - low_extra))
     streams = _stream_nbytes(resolved, likely - allocated_nbytes, allocated_nbytes)
-    high = round(likely * (1 + ALLOCATED_SPREAD)) + streams
+    stranded = logits_nbytes if not resolved.compiled_loss else 0
+    block = min(_largest_transient(events), stranded) if stranded else 0
     low = round(max(allocated_nbytes, likely * (1 - ALLOCATED_SPREAD)))
+    high = round(likely * (1 + 2 * ALLOCATED_SPREAD)) + streams + 2 * block
+    likely += block
     middle = (low_extra + high_extra) // 2
     reserved = Range(low, likely + streams // 2, high)
     smi = Range(low + low_extra, reserved.likely + middle, high + high_extra)
@@ -91,6 +96,14 @@ def _outside(resolved: Resolved, torch: str | None) -> tuple[int, int]:
         low += one.low_nbytes
         high += communicators * one.high_nbytes
     return low, high
+
+
+def _largest_transient(events: list[Event]) -> int:
+    """[Note: Odd blocks] The largest block that comes and goes. Logits, their fp32 copy and the shifted one are a row
+    apart in size: a cached block that is a little too small serves none of them, and stays until the card is full. How
+    many of that size are stranded depends on the order of first use: none to two, mostly one."""
+    gone = {event.block for event in events if event.kind is not Kind.MALLOC}
+    return max((event.nbytes for event in events if event.kind is Kind.MALLOC and event.block in gone), default=0)
 
 
 def _capped(one: Range, capacity: int) -> Range:

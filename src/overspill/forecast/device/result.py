@@ -172,7 +172,10 @@ def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, 
     @cache
     def figures() -> Shown:
         events = step_events(facts, rank.units, rank.resolved, run_of_rank(job, facts, rank.resolved))
-        return shown(peak.total_nbytes, events, rank.resolved, settings, capacity_nbytes=room, torch=torch)
+        return shown(
+            peak.total_nbytes, events, rank.resolved, settings, capacity_nbytes=room, torch=torch,
+            logits_nbytes=peak.logits,
+        )  # fmt: skip
 
     probability = verdict = None
     reason = ""
