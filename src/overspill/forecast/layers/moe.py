@@ -68,6 +68,10 @@ def _with_shared(
             shared = parts.gated_mlp(layer, x, names, moe.shared.intermediate)
         else:
             shared = parts.plain_mlp(layer, x, names, moe.shared.intermediate, moe.shared.activation)
+        if "share" in names:  # sigmoid(gate(x)) × shared
+            gate = ops.elementwise(layer.tape, parts.linear(layer, x, names["share"], 1), saves_output=True)
+            shared = ops.mul(layer.tape, shared, gate)
+            del gate
         total = ops.add(layer.tape, total, shared)
     return total
 

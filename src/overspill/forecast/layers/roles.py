@@ -44,6 +44,8 @@ def roles_of(kind: LayerKind) -> dict[str, dict[str, LinearShape]]:
             part, table = "cross", _ATTENTION
         elif linear.is_expert:
             part, table = "experts", _MLP
+        elif path[-1] == "shared_expert_gate":  # Qwen's: how much of the shared expert a token takes
+            part, table = "shared", {"shared_expert_gate": "share"}
         elif any("shared" in step for step in head):
             part, table = "shared", _MLP
         elif any(step.startswith(_MLP_PATHS) for step in head) or path[-1] in ("fc1", "fc2", "fc_in", "fc_out"):
