@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--dir", default="scratch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--activations-mib", type=int, default=260)
+    parser.add_argument("--activations-mib", type=int, default=320)
     parser.add_argument("--cases", default="150m,400m,150m-4x512")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--torch", action="store_true", help="run plain torch in memory too")

@@ -191,9 +191,8 @@ def _described(one: Any, name: str) -> list[str]:
     if fields:
         lines += ["", "| field | type | default | |", "|---|---|---|---|"]
     for key, info in fields.items():
-        kind = re.sub(r"<\w+ '(.*?)'>|typing\.|overspill(\.\w+)*\.(?=[A-Z])", r"\1", str(info.annotation))
-        # A validator's text holds its address, which is another one each time.
-        kind = re.sub(r"Annotated\[(\w+), BeforeValidator\(.*?\)\]", r"\1", kind)
+        bare = re.sub(r"Annotated\[([^,\[]+), \w+\(func=.*?\)\]", r"\1", str(info.annotation))
+        kind = re.sub(r"<\w+ '(.*?)'>|typing\.|overspill(\.\w+)*\.(?=[A-Z])", r"\1", bare)
         default = "**required**" if info.is_required() else f"`{_shown(info.get_default(call_default_factory=True))}`"
         lines.append(f"| `{key}` | {_cell(kind)} | {_cell(default)} | {_cell(info.description or '')} |")
     return lines

@@ -52,17 +52,19 @@ def disk_errors(
         raise OverspillError(code, f"{what}: {error.strerror or error}.", field=str(path), next_step=advice) from None
 
 
-def parse_json(text: str | bytes) -> Any:
-    """``json.loads`` for a file of the user's: whatever is wrong with it is a ValueError that says so in a phrase.
+def parse_json(text: str | bytes, *, odd_texts: bool = False) -> Any:
+    """``json.loads`` for a file that may be damaged or the user's: whatever is wrong with it is a ValueError that says
+    so in a phrase.
 
     json.loads lets a RecursionError out for deep nesting, and gives texts that no file can hold (half of a surrogate
-    pair) or no path (a NUL).
+    pair) or no path (a NUL); those are refused too, but for files of our own (``odd_texts``).
     """
     try:
         data = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    refuse_odd_texts(data)
+    if not odd_texts:
+        refuse_odd_texts(data)
     return data
 
 

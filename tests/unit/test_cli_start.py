@@ -12,6 +12,7 @@ import pytest
 
 from overspill.cli.main import run
 from overspill.cli.starter import job_tables, starter_text
+from overspill.job.runs import forecast_only
 from overspill.job import Job, read_job
 
 
@@ -50,7 +51,7 @@ def test_the_starter_holds_every_key_and_reads_back_as_the_defaults(tmp_path: Pa
     text = file.read_text()
     for table in job_tables():
         for key in table.keys:
-            assert f"{key.name} = " in text
+            assert f"{key.name} = " in text or f"{table.name}.{key.name}" in forecast_only()
             assert key.description, f"{table.name}.{key.name} has no description"
 
 

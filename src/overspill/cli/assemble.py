@@ -126,8 +126,8 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
     torch.set_num_threads(job.train.threads or plan.kernel_threads)
     if job.model.init == "pretrained":
         checkpoint_entries(model_directory(job.model.path))  # a missing or damaged file is known in milliseconds
-    tokenizer = load_tokenizer(job.model.tokenizer or job.model.path)
     config = load_config(job.model.path)
+    tokenizer = load_tokenizer(job.model.tokenizer or job.model.path)
     seed_all(job.train.seed)
     model = build_empty(config, job.model.dtype, gradient_checkpointing=job.model.gradient_checkpointing)
     freeze(model, job.model.freeze)

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from overspill.job.runs import forecast_only
 from overspill.job import Job
 from overspill.schema import Nbytes, Seconds
 
@@ -107,7 +108,7 @@ def toml_value(value: Any) -> str:
 
 
 def starter_text(*, overrides: Mapping[str, Any] | None = None) -> str:
-    """A job file with every key: the few that must be chosen are set, the others stand as comments at their default.
+    """A job file with every key that a run reads: the few that must be chosen are set, the others stand as comments at their default.
 
     Args:
         overrides: values by path (``model.path``) that are set instead of the example.
@@ -118,9 +119,13 @@ def starter_text(*, overrides: Mapping[str, Any] | None = None) -> str:
         "# `overspill forecast FILE` says what it needs, `overspill train FILE` runs it.",
         '# Sizes carry a unit, "8GiB" or "8GB"; paths are relative to this file.',
     ]
+    unused = forecast_only()
     for table in job_tables():
+        keys = [key for key in table.keys if f"{table.name}.{key.name}" not in unused]
+        if not keys:
+            continue
         lines += ["", f"# {table.description}", f"[{table.name}]"]
-        for key in table.keys:
+        for key in keys:
             path = f"{table.name}.{key.name}"
             if key.description:
                 lines.append(f"# {key.description}")
@@ -132,4 +137,5 @@ def starter_text(*, overrides: Mapping[str, Any] | None = None) -> str:
                 lines.append(f"#{key.name} = {toml_value(_EXAMPLE_BY_PATH.get(path, ''))}  # not set")
             else:
                 lines.append(f"#{key.name} = {toml_value(key.default)}")
+    lines += ["", "# More tables, for the forecast of a job on GPUs: docs/reference/job.md."]
     return "\n".join(lines) + "\n"

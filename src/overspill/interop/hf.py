@@ -83,11 +83,12 @@ def load_config(path: str | Path) -> Any:
     file = directory / "config.json"
     if not file.is_file():
         raise OverspillError("OVS201", "The model directory has no config.json.", field=str(directory))
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         raise OverspillError(
             "OVS201",
@@ -195,11 +196,13 @@ def load_tokenizer(path: str | Path) -> Any:
     directory = model_directory(path)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise OverspillError("OVS203", "The directory holds no tokenizer.", field=str(directory))
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
+    wrong = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError)
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except wrong as error:
         raise OverspillError(
             "OVS203",
             f"The tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}",

@@ -150,10 +150,10 @@ class ParallelConfig(Frozen):
 class OffloadConfig(Frozen):
     """Which tier each class of state rests in, for frameworks that move whole classes."""
 
-    optimizer: Tier = "device"
-    gradients: Tier = "device"
-    weights: Tier = "device"
-    activations: Tier = "device"
+    optimizer: Tier = Field(default="device", description="Moments, and the fp32 master copy.")
+    gradients: Tier = Field(default="device", description="Gradients, once they are complete.")
+    weights: Tier = Field(default="device", description="Weights, while they are not computed with.")
+    activations: Tier = Field(default="device", description="The inputs of checkpointed layers.")
     optimizer_fraction: float = Field(default=1.0, ge=0, le=1, description="Share of optimizer state that is moved.")
     pinned: bool = Field(default=True, description="Host buffers are pinned.")
 
@@ -161,13 +161,15 @@ class OffloadConfig(Frozen):
 class KernelConfig(Frozen):
     """Which kernels run, as far as memory depends on them."""
 
-    attention: Literal["auto", "eager", "sdpa", "math", "flash", "flex"] = Field(default="auto")
+    attention: Literal["auto", "eager", "sdpa", "math", "flash", "flex"] = Field(
+        default="auto", description="Which attention runs; math is sdpa without a fused kernel."
+    )
     loss: Literal["auto", "plain", "fused", "fused_linear", "chunked"] = Field(
         default="auto",
         description="plain: torch's cross-entropy on fp32 logits; fused: in place (Liger, Unsloth); fused_linear: "
         "head and loss together, so that logits never exist whole; chunked: by loss_chunk_tokens.",
     )
-    loss_chunk_tokens: int | None = Field(default=None, ge=1)
+    loss_chunk_tokens: int | None = Field(default=None, ge=1, description="Tokens of a chunk, with chunked.")
     fused_mlp: bool = Field(default=False, description="SwiGLU or GeGLU in one kernel that recomputes (Liger).")
     tiled_mlp: bool = Field(default=False, description="The MLP runs over slices of the sequence (ALST).")
     fused_norm: bool = Field(default=False, description="RMSNorm in one kernel (Liger, TransformerEngine).")
@@ -213,4 +215,6 @@ class DeviceConfig(Frozen):
     held_nbytes: Nbytes = Field(default=0, description="Memory that other processes or a display hold.")
     headroom: float = Field(default=0.10, ge=0, lt=1, description="Share of usable memory that is to stay free.")
     alloc_conf: str = Field(default="", description="PYTORCH_CUDA_ALLOC_CONF.")
-    system: Literal["linux", "wsl", "windows"] = Field(default="linux")
+    system: Literal["linux", "wsl", "windows"] = Field(
+        default="linux", description="On WSL and Windows the driver pages instead of failing."
+    )

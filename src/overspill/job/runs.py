@@ -13,12 +13,22 @@ from pydantic import BaseModel
 from overspill.errors import OverspillError
 from overspill.job.core import Job
 
-__all__ = ["refuse_what_does_not_run"]
+__all__ = ["FORECAST_TABLES", "RUNNING_OPTIMIZERS", "forecast_only", "refuse_what_does_not_run"]
 
 #: Tables that change nothing in a run on one machine without a GPU: they must stand at their defaults.
-_FORECAST_TABLES = ("method", "parallel", "offload", "kernels", "evaluation", "device")
-_RUNNING_OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
+FORECAST_TABLES = ("method", "task", "parallel", "offload", "kernels", "evaluation", "framework", "device")
+RUNNING_OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
 _FORECAST_OPTIMIZER_KEYS = ("implementation", "paged", "in_backward", "state_dtype", "master_dtype", "rank", "ema")
+
+
+def forecast_only() -> set[str]:
+    """The keys, as table.key, that a run leaves at their defaults, or of which it takes only what changes nothing."""
+    keys = {"model.autocast", "data.lengths", *(f"optimizer.{key}" for key in _FORECAST_OPTIMIZER_KEYS)}
+    for table in FORECAST_TABLES:
+        kind = Job.model_fields[table].annotation
+        assert isinstance(kind, type) and issubclass(kind, BaseModel)
+        keys |= {f"{table}.{key}" for key in kind.model_fields}
+    return keys
 
 
 def refuse_what_does_not_run(job: Job) -> None:
@@ -27,8 +37,8 @@ def refuse_what_does_not_run(job: Job) -> None:
         raise OverspillError(
             "OVS101", "A run needs its length.", field="train", next_step="Give either train.steps or train.epochs."
         )
-    if job.optimizer.name not in _RUNNING_OPTIMIZERS:
-        _refuse("optimizer.name", job.optimizer.name, "one of " + ", ".join(_RUNNING_OPTIMIZERS))
+    if job.optimizer.name not in RUNNING_OPTIMIZERS:
+        _refuse("optimizer.name", job.optimizer.name, "one of " + ", ".join(RUNNING_OPTIMIZERS))
     if job.model.dtype == "fp16":
         _refuse("model.dtype", job.model.dtype, "bf16 or fp32")
     if job.model.autocast is not None:
@@ -40,7 +50,9 @@ def refuse_what_does_not_run(job: Job) -> None:
     if job.framework.name not in ("torch", "overspill"):
         _refuse("framework.name", job.framework.name, "overspill")
     _refuse_changed(job.optimizer, "optimizer", _FORECAST_OPTIMIZER_KEYS)
-    for table in _FORECAST_TABLES:
+    for table in FORECAST_TABLES:
+        if table in ("task", "framework"):  # a few of their values do run
+            continue
         _refuse_changed(getattr(job, table), table, type(getattr(job, table)).model_fields)
 
 

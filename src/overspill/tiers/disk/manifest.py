@@ -114,7 +114,7 @@ def _checksum(version: int, body: str) -> int:
 def decode(data: bytes, path: Path) -> Manifest:
     """The manifest in ``data``. Raises OVS404 when it is not what was written, OVS407 for another format version."""
     try:
-        document = parse_json(data)
+        document = parse_json(data, odd_texts=True)
         version, claimed = int(document["format_version"]), int(document["checksum"], 16)
         text, prefix = data.decode(), _PREFIX % (version, claimed)
         whole = document["format"] == "overspill-store" and text.startswith(prefix) and text.endswith(_SUFFIX)

@@ -221,12 +221,12 @@ def old_parts(
         manifest = _committed_manifest(io, directory, home, from_pin)
         if slots is not None:
             check_match([row.spec for row in manifest.rows], slots)
+        _refuse_absent(io, manifest)
         written = [(row, row_path(manifest, directory, row)) for row in manifest.rows if row.file is not None]
         if verify:
             damage = find_damage(io, written, manifest.piece_nbytes)
             if damage is not None:
                 raise damage.error(_offer(io, home))
-        _refuse_absent(io, manifest)
         notes = Notes()
         roots = [
             Root(directory, at_home=True) if name == "." else Root(Path(name), at_home=False)
