@@ -12,8 +12,8 @@ import pytest
 
 from overspill.cli.main import run
 from overspill.cli.starter import job_tables, starter_text
-from overspill.job.runs import forecast_only
 from overspill.job import Job, read_job
+from overspill.job.runs import forecast_only
 
 
 def _modules_after(code: str) -> set[str]:

@@ -387,9 +387,11 @@ def test_the_mapping_of_rows_looks_at_no_measured_value_and_no_id() -> None:
         ]
         assert "measured_gib" not in words, name
         assert "published_value" not in words, name
-        assert not [word for word in words if _KEYED.search(word) and word not in ("fms-hf-tuning", "source_ref") and "\n" not in word], (
-            name
-        )
+        assert not [
+            word
+            for word in words
+            if _KEYED.search(word) and word not in ("fms-hf-tuning", "source_ref") and "\n" not in word
+        ], name
 
 
 def test_the_search_for_keyed_numbers_finds_them() -> None:

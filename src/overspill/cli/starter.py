@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from overspill.job.runs import forecast_only
 from overspill.job import Job
+from overspill.job.runs import forecast_only
 from overspill.schema import Nbytes, Seconds
 
 __all__ = ["JobKey", "JobTable", "job_tables", "starter_text", "toml_value"]
@@ -108,7 +108,8 @@ def toml_value(value: Any) -> str:
 
 
 def starter_text(*, overrides: Mapping[str, Any] | None = None) -> str:
-    """A job file with every key that a run reads: the few that must be chosen are set, the others stand as comments at their default.
+    """A job file with every key that a run reads: the few that must be chosen are
+    set, the others stand as comments at their default.
 
     Args:
         overrides: values by path (``model.path``) that are set instead of the example.
