@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -145,13 +147,15 @@ def test_a_fork_does_not_keep_the_locks_of_other_disks(tmp_path: Path) -> None:
         read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
-            os.close(write_end)
-            os.read(read_end, 1)  # until the parent closes its end
+            os.write(write_end, b"1")
+            time.sleep(30)
             os._exit(0)
-    DiskStore.open(tmp_path / "a").close()
-    os.close(write_end)
-    os.close(read_end)
+        assert os.read(read_end, 1) == b"1"
+    DiskStore.open(tmp_path / "a").close()  # although the child lives
+    os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    os.close(read_end)
+    os.close(write_end)
 
 
 def test_a_start_in_a_copy_of_a_half_made_store_leaves_the_originals_state_alone(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def new_parts(
         make_directories(io, [home, *(root.pins for root in elsewhere), *(root.slots for root in roots)])
         notes = Notes()
         owner = Owner(directory.resolve(), run_id)
-        claim(io, locks, [root.path for root in elsewhere], owner)
+        claim(io, locks, [root.path for root in elsewhere], owner.home)
         name_owner(io, [root.path for root in elsewhere], owner, notes.say)
         pool = FilePool(io, roots)
         pins = Pins(io, pool, roots, home, notes.say)
@@ -204,7 +204,7 @@ def old_parts(
             check_match([row.spec for row in manifest.rows], slots)
         _refuse_absent(io, manifest)
         owner = Owner(directory.resolve(), manifest.run_id)
-        claim(io, locks, distant_roots(manifest), owner)
+        claim(io, locks, distant_roots(manifest), owner.home)
         written = [(row, row_path(manifest, directory, row)) for row in manifest.rows if row.file is not None]
         if verify:
             damage = find_damage(io, written, manifest.piece_nbytes)

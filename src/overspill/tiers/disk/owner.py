@@ -78,12 +78,12 @@ def refuse_other(io: FileIO, roots: Iterable[Path], home: Path) -> None:
             )
 
 
-def claim(io: FileIO, locks: Locks, roots: Sequence[Path], owner: Owner) -> None:
+def claim(io: FileIO, locks: Locks, roots: Sequence[Path], home: Path) -> None:
     """Lock the directories on other disks. Raises OVS408 where another run owns one, OVS405 where a process uses it."""
-    refuse_other(io, roots, owner.home)  # names the other run, of which the lock would only name the process
+    refuse_other(io, roots, home)  # names the other run, of which the lock would only name the process
     for root in roots:
         locks.take(root / LOCK)
-    refuse_other(io, roots, owner.home)  # from here on it cannot change
+    refuse_other(io, roots, home)  # from here on it cannot change
 
 
 def name_owner(io: FileIO, roots: Sequence[Path], owner: Owner, note: Callable[[str], None]) -> None:
