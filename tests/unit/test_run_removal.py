@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from overspill.errors import OverspillError
 from overspill.files import SCRATCH_PREFIX
 from overspill.job import Job
 from overspill.tiers.disk import DiskStore
+from overspill.tiers.disk.manifest import encode
 
 
 def made(path: Path, *disks: Path) -> RunDirectory:
@@ -167,6 +170,33 @@ def test_state_that_nothing_ties_to_the_run_is_named_and_left(
     assert command(["runs", "rm", "--yes", str(run.path)]) == 0
     assert f"{root} may hold state of this run" in " ".join(capsys.readouterr().err.split())
     assert root.exists() and not run.path.exists()
+
+
+def test_state_elsewhere_goes_only_where_a_store_made_it(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", tmp_path / "disk")
+    (root,) = (tmp_path / "disk").iterdir()
+    (root / "slots" / "notes.txt").write_text("mine")
+    refuse(run.path, "OVS604", str(root / "slots" / "notes.txt"), folder=tmp_path)
+    with pytest.raises(OverspillError, match="OVS604"):
+        run.remove(force=True)
+    home = tmp_path / "home"  # what a forged manifest names
+    shutil.move(root, home)
+    with DiskStore.open(made(tmp_path / "other").state) as store:
+        forged = encode(replace(store._head, directories=[str(home)]))
+    (run.state / "manifest.json").write_bytes(forged)
+    shutil.rmtree(run.checkpoints)
+    run.remove()
+    assert (home / "slots" / "notes.txt").exists()
+
+
+def test_a_run_that_was_killed_while_its_store_was_made_is_removed_whole(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", tmp_path / "disk")
+    (root,) = (tmp_path / "disk").iterdir()
+    shutil.rmtree(run.checkpoints)
+    (run.state / "manifest.json").unlink()
+    (run.state / "creating.json").write_text(json.dumps([str(root)]))
+    assert run.remove() == []
+    assert tree(tmp_path) == ["disk"]
 
 
 def test_outputs_into_the_state_of_a_run_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -16,7 +16,7 @@ from typing import Final
 from overspill.errors import OverspillError
 from overspill.files import SCRATCH_PREFIX
 
-__all__ = ["COPIED_FILES", "first_stranger", "refuse_inside_state"]
+__all__ = ["COPIED_FILES", "first_stranger", "first_stranger_elsewhere", "refuse_inside_state"]
 
 COPIED_FILES: Final = (
     "generation_config.json",
@@ -50,32 +50,30 @@ _OURS_ELSEWHERE: Final = re.compile(_STORE)
 
 
 def first_stranger(run: Path, roots: Iterable[Path] = ()) -> Path | None:
-    """The first file or link that no run makes, in a run's resolved directory or in ``roots``, its state elsewhere."""
-    places = list(roots)
-    return next(
-        (
-            file
-            for place, ours in ((run, _OURS), *((root, _OURS_ELSEWHERE) for root in places))
-            for file in _files(place, passing_by={root.resolve() for root in places} if place == run else set())
-            if not ours.fullmatch(file.relative_to(place).as_posix())
-        ),
-        None,
-    )
+    """The first file or link that no run makes, in its resolved directory. Its state in ``roots`` is passed by."""
+    return next(_strangers(run, _OURS, {root.resolve() for root in roots}), None)
 
 
-def _files(place: Path, passing_by: set[Path]) -> Iterable[Path]:
+def first_stranger_elsewhere(roots: Iterable[Path]) -> Path | None:
+    """The same for the directories on other disks."""
+    return next((file for root in roots for file in _strangers(root, _OURS_ELSEWHERE, set())), None)
+
+
+def _strangers(place: Path, ours: re.Pattern[str], passing_by: set[Path]) -> Iterator[Path]:
     for folder, directories, names in os.walk(place):
         here = Path(folder)
         links = [name for name in directories if (here / name).is_symlink()]
         directories[:] = sorted(name for name in directories if here / name not in passing_by)
-        yield from (here / name for name in sorted([*names, *links]))
+        for name in sorted([*names, *links]):
+            if not ours.fullmatch((here / name).relative_to(place).as_posix()):
+                yield here / name
 
 
 def refuse_inside_state(path: Path, code: str) -> None:
     """Raises OverspillError ``code`` for a path inside the state of a run, where only its store makes and removes."""
     with suppress(OSError, RuntimeError, ValueError):  # a path that cannot be followed is its writer's to refuse
         for place in (path.resolve(), *path.resolve().parents):
-            store = [place / name for name in ("manifest.json", "owner.json", "checkpoints")]
+            store = [place / name for name in ("reserve.bin", "owner.json", "slots")]
             if (place / "lock").is_file() and any(entry.exists() for entry in store):
                 raise OverspillError(
                     code,

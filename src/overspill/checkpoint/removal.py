@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from overspill.checkpoint.contents import first_stranger
+from overspill.checkpoint.contents import first_stranger, first_stranger_elsewhere
 from overspill.errors import OverspillError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ __all__ = ["held_for_removal"]
 def held_for_removal(run: RunDirectory, *, force: bool) -> Iterator[tuple[list[Path], list[Path]]]:
     """Within it nobody else opens the run. Gives its directories on other disks: its own, and those that may be.
 
-    Raises what `RunDirectory.remove` says. ``force``: files that no run makes are no hindrance.
+    Raises what `RunDirectory.remove` says. ``force``: files in its directory that no run makes are no hindrance.
     """
     from overspill.tiers.disk import FileIO
     from overspill.tiers.disk.lock import LOCK, Locks
@@ -39,13 +39,15 @@ def held_for_removal(run: RunDirectory, *, force: bool) -> Iterator[tuple[list[P
         directories = [Path(name) for name in run.job().plan.directories]
     io, home = FileIO(), run.state.resolve()
     own, perhaps = own_roots(io, home, directories)
-    stranger = first_stranger(run.path.resolve(), own)
-    if stranger is not None and not force:
+    elsewhere = first_stranger_elsewhere(own)
+    stranger = elsewhere or (None if force else first_stranger(run.path.resolve(), own))
+    if stranger is not None:
         raise OverspillError(
             "OVS604",
-            "The run's directory holds what no run makes; nothing was removed.",
+            "The run's directory, or its state on another disk, holds what no run makes; nothing was removed.",
             field=str(stranger),
-            next_step="Move it elsewhere first, or give --force to delete everything in the directory.",
+            next_step="Move it elsewhere first"
+            + ("." if elsewhere else ", or give --force to delete everything in the run's directory."),
         )
     with ExitStack() as held:
         if home.is_dir():

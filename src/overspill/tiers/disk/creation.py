@@ -10,17 +10,14 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 from overspill.errors import OverspillError
 from overspill.tiers.disk.fileio import FileIO, disk_error
 from overspill.tiers.disk.layout import Root
 from overspill.tiers.disk.lock import LOCK, OwnerLock
-from overspill.tiers.disk.owner import OWNER, OWNER_NEW, refuse_other
+from overspill.tiers.disk.owner import CREATING, OWNER, OWNER_NEW, noted_creation, refuse_other
 
-__all__ = ["CREATING", "note_creation", "remove_root", "undo_earlier_creation"]
-
-CREATING: Final = "creating.json"
+__all__ = ["note_creation", "remove_root", "undo_earlier_creation"]
 
 
 def note_creation(io: FileIO, directory: Path, roots: Sequence[Root]) -> None:
@@ -39,13 +36,12 @@ def note_creation(io: FileIO, directory: Path, roots: Sequence[Root]) -> None:
 
 def undo_earlier_creation(io: FileIO, directory: Path) -> None:
     """Remove what it made elsewhere, but for what another store owns or makes: ``directory`` may be a copy."""
-    with suppress(OSError, ValueError):
-        for root in map(Path, json.loads((directory / CREATING).read_bytes())):
-            with suppress(OverspillError):
-                refuse_other(io, [root], directory.resolve())
-                lock = OwnerLock(io, root / LOCK)
-                remove_root(io, root)
-                lock.release()
+    for root in noted_creation(directory):
+        with suppress(OverspillError):
+            refuse_other(io, [root], directory.resolve())
+            lock = OwnerLock(io, root / LOCK)
+            remove_root(io, root)
+            lock.release()
 
 
 def remove_root(io: FileIO, root: Path, *, keep: bool = False) -> None:

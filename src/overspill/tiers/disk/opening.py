@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from overspill.errors import OverspillError
-from overspill.tiers.disk.creation import CREATING, note_creation, remove_root, undo_earlier_creation
+from overspill.tiers.disk.creation import note_creation, remove_root, undo_earlier_creation
 from overspill.tiers.disk.fileio import FileIO, disk_error
 from overspill.tiers.disk.layout import ROOT_PREFIX, Root, SlotSpec, check_match, file_number, padded, spread
 from overspill.tiers.disk.lock import LOCK, Locks
 from overspill.tiers.disk.manifest import MANIFEST, PREPARED, Manifest, SlotRow, read_manifest
-from overspill.tiers.disk.owner import Owner, claim, distant_roots, name_owner
+from overspill.tiers.disk.owner import CREATING, Owner, claim, distant_roots, name_owner
 from overspill.tiers.disk.pins import Pins, pin_names
 from overspill.tiers.disk.pool import FilePool
 from overspill.tiers.disk.reader import StoreReader, find_damage, row_path

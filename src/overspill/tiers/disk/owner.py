@@ -22,17 +22,20 @@ from overspill.tiers.disk.lock import LOCK, Locks
 from overspill.tiers.disk.manifest import MANIFEST, PREPARED, Manifest, read_manifest
 
 __all__ = [
+    "CREATING",
     "OWNER",
     "OWNER_NEW",
     "Owner",
     "claim",
     "distant_roots",
     "name_owner",
+    "noted_creation",
     "own_roots",
     "read_owner",
     "refuse_other",
 ]
 
+CREATING: Final = "creating.json"
 OWNER: Final = "owner.json"
 OWNER_NEW: Final = "owner.json.new"
 FORMAT: Final = "overspill-owner"
@@ -116,7 +119,8 @@ def own_roots(io: FileIO, home: Path, directories: Sequence[Path]) -> tuple[list
     They are found through its manifests, its checkpoints' included, and in ``directories`` through the file that names
     the owner, so that a damaged manifest leaves none behind. Raises OVS408 where another directory owns one.
     """
-    named: set[Path] = set()
+    begun = set(noted_creation(home))
+    named = set(begun)
     run_ids: set[str] = set()
     for manifest, pin in _manifests(io, home):
         named.update(distant_roots(manifest, pin=pin))
@@ -124,18 +128,25 @@ def own_roots(io: FileIO, home: Path, directories: Sequence[Path]) -> tuple[list
     beside = {place / name for place in directories for name in io.names(place) if name.startswith(ROOT_PREFIX)}
     own, perhaps = [], []
     for root in sorted(named | beside):
-        if not io.exists(root):
-            continue
+        if not root.name.startswith(ROOT_PREFIX) or not io.exists(root):
+            continue  # whatever a forged manifest names, only what a store makes is removed
         there = read_owner(io, root)
         if there is None:
             own += [root] if root in named else []
             perhaps += [root] if root not in named and not run_ids else []
-        elif there.run_id in run_ids:
+        elif there.run_id in run_ids or root in begun:
             refuse_other(io, [root], home)
             own.append(root)
         elif not run_ids and _same(there.home, home):
             perhaps.append(root)  # or an earlier run's at this path, which lives elsewhere now
     return own, perhaps
+
+
+def noted_creation(home: Path) -> list[Path]:
+    """Directories on other disks that a creation has made whose store does not stand yet; see creation.py."""
+    with suppress(OSError, ValueError, TypeError):
+        return [Path(name) for name in parse_json((home / CREATING).read_bytes(), odd_texts=True)]
+    return []
 
 
 def _manifests(io: FileIO, home: Path) -> Iterable[tuple[Manifest, bool]]:
