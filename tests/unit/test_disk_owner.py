@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import shutil
@@ -16,6 +18,7 @@ from disk_cases import SLOTS, Content, commit, create, random_content, read, wri
 from overspill.errors import OverspillError
 from overspill.tiers.disk import DiskStore, FileIO, StoreReader
 from overspill.tiers.disk.owner import own_roots
+from testing.faultyio import FaultyIO, at_call
 
 
 def trained(path: Path, disk: Path) -> Content:
@@ -213,3 +216,19 @@ def test_a_stores_own_directories_are_found_with_a_damaged_manifest_or_none(tmp_
     shutil.rmtree(tmp_path / "a" / "checkpoints")
     # Now nothing says that it is not an earlier run's of the same path, which was moved and lives.
     assert own_roots(io, tmp_path / "a", [disk]) == ([], [root])
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_an_error_in_any_single_call_of_a_take_over_is_named_and_can_be_tried_again(error: int, tmp_path: Path) -> None:
+    content = trained(tmp_path / "a", tmp_path / "disk")
+    rehearsal = FaultyIO()
+    (tmp_path / "a").rename(tmp_path / "0")
+    DiskStore.open(tmp_path / "0", io=rehearsal).close()
+    for number in range(0, len(rehearsal.calls), 3):
+        (tmp_path / str(number)).rename(tmp_path / str(number + 3))
+        with contextlib.suppress(OverspillError):
+            DiskStore.open(tmp_path / str(number + 3), io=FaultyIO(at_call(number, error))).close()
+        with DiskStore.open(tmp_path / str(number + 3)) as store:
+            assert read(store) == content
+        facts = json.loads((only_root(tmp_path / "disk") / "owner.json").read_text())
+        assert facts["home"] == str(tmp_path / str(number + 3))
