@@ -167,6 +167,11 @@ CODES: Final[dict[str, ErrorCode]] = {
         "The manifest was written by another version of the format.",
         "Use the version of Overspill that the message names.",
     ),
+    "OVS408": ErrorCode(
+        "the state belongs to another directory",
+        "The run is a copy of one that keeps its state in plan.directories, and the original is still there.",
+        "Go on with the original; the message names both. A copy takes the state over once the original is moved away.",
+    ),
     # 5xx: the session
     "OVS501": ErrorCode(
         "the session has failed",

@@ -109,6 +109,7 @@ def make_directory(directory: Path, mode: int = 0o777) -> None:
 def replace_text(file: Path, text: str) -> None:
     """The file with this text, readable by its owner only: after a crash it holds the old text or the new one."""
     new = file.with_name(file.name + ".new")
+    new.unlink(missing_ok=True)  # a crash may have left it, and a copy by hard links (cp -al) may have it too
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as out:
         out.write(text)

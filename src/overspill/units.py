@@ -131,6 +131,11 @@ def parse_seconds(value: str | int | float, field: str = "seconds") -> float:
     return number * factor
 
 
+def count(number: int, noun: str) -> str:
+    """A number of things in words: "1 step", "12 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def format_nbytes(nbytes: float) -> str:
     """Bytes for people, in binary units: ``format_nbytes(1536 * MiB) == "1.50 GiB"``."""
     sign, left = ("-", -nbytes) if nbytes < 0 else ("", nbytes)

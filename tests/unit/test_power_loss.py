@@ -21,6 +21,7 @@ import pytest
 
 from overspill.errors import OverspillError
 from overspill.tiers.disk import DiskStore, SlotSpec, StoreReader
+from overspill.tiers.disk.owner import Owner, read_owner
 from testing.powerloss import (
     Op,
     RecordingIO,
@@ -57,12 +58,18 @@ class Scenario:
         self.commits = 0
 
     @property
+    def home(self) -> Path:
+        """The run's directory, before or after `move`, whichever is there."""
+        moved = self.base / "moved"
+        return moved if moved.exists() else self.base / "run"
+
+    @property
     def store_path(self) -> Path:
-        return self.base / "run" / "state"
+        return self.home / "state"
 
     @property
     def checkpoints(self) -> Path:
-        return self.base / "run" / "checkpoints"
+        return self.home / "checkpoints"
 
     def create(self, pins: int = 1) -> None:
         self.io.mark(("create",))
@@ -77,6 +84,7 @@ class Scenario:
             request_nbytes=4096,
             io=self.io,
         )
+        self.run_id = self.store.run_id
         self.io.mark(("created",))
 
     def write(self, *names: str, checksum: bool = True) -> None:
@@ -141,6 +149,15 @@ class Scenario:
     def kill(self) -> None:
         """As a kill: nothing is flushed or removed, only the descriptors go."""
         self.store.close()
+
+    def move(self) -> None:
+        """The user gives the run's directory another name; the next open takes over the directories elsewhere."""
+        self.kill()
+        self.io.mark(("move",))
+        self.io.rename(self.base / "run", self.base / "moved", "move")
+        self.io.sync_directory(self.base, "move-name")
+        self.reopen()
+        self.io.mark(("moved",))
 
     def reopen(self, *, forward: bool = False) -> None:
         if forward:
@@ -214,6 +231,19 @@ def several_disks(base: Path) -> Scenario:
     return run.finish()
 
 
+def a_moved_run(base: Path) -> Scenario:
+    run = Scenario(base, directories=("disk1", "disk2"))
+    run.create()
+    run.commit(1)
+    run.pin("a")
+    run.commit(2)
+    run.move()
+    run.commit(3)
+    run.unpin("a")
+    run.commit(4)
+    return run.finish()
+
+
 def no_hard_links(base: Path) -> Scenario:
     run = Scenario(base, links=False)
     run.create()
@@ -232,6 +262,7 @@ def no_hard_links(base: Path) -> Scenario:
 SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "life of a run": life_of_a_run,
     "several disks": several_disks,
+    "a moved run": a_moved_run,
     "no hard links": no_hard_links,
 }
 
@@ -247,13 +278,18 @@ class Expected:
     prepared: int | None = None
     maybe_prepared: int | None = None
     abandoned: bool = False
+    owners: frozenset[str] = frozenset()  # which of the run's names the directories elsewhere may have as owner's
 
     def note(self, mark: tuple[object, ...]) -> None:
         kind, *facts = mark
         number = facts[-1] if facts else 0
         assert isinstance(number, int | str)
         if kind == "created":
-            self.created = True
+            self.created, self.owners = True, frozenset({"run"})
+        elif kind == "move":
+            self.owners |= {"moved"}
+        elif kind == "moved":
+            self.owners = frozenset({"moved"})
         elif kind == "prepare":
             self.abandoned, self.maybe_prepared = False, int(number)
         elif kind == "prepared":
@@ -279,6 +315,8 @@ class Expected:
 
 def problem(run: Scenario, expected: Expected, *, forward: bool) -> str | None:
     """Open what the power loss left; None when it is as it must be, else what is wrong."""
+    if expected.created and (wrong := _wrong_owner(run, expected.owners)):
+        return wrong
     try:
         store = DiskStore.open(
             run.store_path,
@@ -292,6 +330,9 @@ def problem(run: Scenario, expected: Expected, *, forward: bool) -> str | None:
             DiskStore.create(run.store_path, SLOTS, identity={}, pins=1, io=UnsyncedIO()).close()
             return None
         return f"open: {error}"
+    if wrong := _wrong_owner(run, frozenset({run.home.name})):
+        store.close()
+        return f"after open: {wrong}"
     with store:
         commit = store.extra.get("commit", 0)
         allowed = expected.commits
@@ -314,6 +355,20 @@ def problem(run: Scenario, expected: Expected, *, forward: bool) -> str | None:
             return _differs(store, new) or _wrong_pins(store, run, expected)
         except OverspillError as error:
             return f"after open: {error}"
+
+
+def _wrong_owner(run: Scenario, names: frozenset[str]) -> str | None:
+    """Without its owner, or with half of one, a directory on another disk is anybody's: a copy of the run's, say."""
+    owners = [Owner(run.base / name / "state", run.run_id) for name in names]
+    for place in run.directories:
+        for root in (run.base / place).iterdir():
+            try:
+                found = read_owner(UnsyncedIO(), root)
+            except OverspillError as error:
+                return f"{root.name} in {place}: {error}"
+            if found not in owners:
+                return f"{root.name} in {place} belongs to {found}, not to one of {owners}"
+    return None
 
 
 def _differs(store: DiskStore, content: Content) -> str | None:
@@ -422,7 +477,8 @@ def test_a_store_that_lacks_one_sync_is_caught(label: str, base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rename", "sync"), [("commit", "manifest"), ("pin", "pin-manifest"), ("roll-forward", "manifest")]
+    ("rename", "sync"),
+    [("commit", "manifest"), ("pin", "pin-manifest"), ("roll-forward", "manifest"), ("owner", "owner")],
 )
 def test_a_store_that_renames_before_it_syncs_is_caught(rename: str, sync: str, base: Path) -> None:
     assert finds_a_loss(base, lambda log: with_rename_earlier(log, rename, sync))

@@ -23,11 +23,14 @@ from typing import Literal, Self
 from pydantic import Field
 
 from overspill import __version__
+from overspill.checkpoint.contents import refuse_inside_state
+from overspill.checkpoint.removal import held_for_removal
 from overspill.errors import OverspillError
 from overspill.files import SCRATCH_PREFIX, disk_errors, make_directory, parse_json, replace_text, sync_directory
 from overspill.job import Job, read_job
 from overspill.report import Compared
 from overspill.schema import Frozen
+from overspill.units import count
 
 __all__ = ["RunDirectory", "RunIdentity", "RunSummary", "find_runs", "new_run_path"]
 
@@ -112,7 +115,9 @@ class RunDirectory:
         return self
 
     def refuse_if_taken(self, job: Job) -> None:
-        """Raises OVS602 where another model's run is, OVS604 where this model's run or other files are."""
+        """Raises OVS602 where another model's run is, OVS604 where this model's run, other files or state are."""
+        for place in (self.path, *map(Path, job.plan.directories)):
+            refuse_inside_state(place, "OVS604")
         if not self.path.exists():
             return
         if not self.path.is_dir():
@@ -215,7 +220,7 @@ class RunDirectory:
         if (job.train.steps, job.train.epochs) == (last.steps_asked, last.epochs_asked):
             raise OverspillError(
                 "OVS603",
-                f"All {last.total_steps} steps of this run are done.",
+                f"The run is done: {count(last.total_steps, 'step')}.",
                 field=str(self.path),
                 next_step=f"Raise train.steps in {self.job_file} to go on, or `overspill export {self.path}`.",
             )
@@ -224,8 +229,8 @@ class RunDirectory:
         """Newest last. Names are step-000100 and the like, so that their order is that of the steps."""
         if not self.checkpoints.is_dir():
             return []
-        entries = self.checkpoints.iterdir()
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        entries = [entry for entry in self.checkpoints.iterdir() if not entry.name.startswith(".")]
+        return sorted(entry.name for entry in entries if (entry / "manifest.json").is_file())
 
     def checkpoint(self, name: str | None = None) -> Path:
         """The directory of a checkpoint, by default the newest. Raises OVS601 with the names there are."""
@@ -270,21 +275,23 @@ class RunDirectory:
         """Disk space taken by the store and its checkpoints, on whatever disks they are."""
         return _disk_nbytes([self.state, *self._distant_roots()])
 
-    def remove(self) -> None:
-        """Delete the run with all its checkpoints, and its state on other disks.
+    def refuse_removal(self, *, force: bool = False) -> None:
+        """Raises what `remove` would, and removes nothing."""
+        with held_for_removal(self, force=force):
+            pass
 
-        Raises OverspillError: OVS601 when this is no run, OVS405 when a process trains in it.
+    def remove(self, *, force: bool = False) -> list[Path]:
+        """Delete the run with all its checkpoints, and its state on other disks, after every check.
+
+        Returns directories on other disks that may hold state of this run and are left, where nothing tells. ``force``:
+        delete also what no run has made. Raises OverspillError: OVS601 when this is no run or a link to one, OVS405
+        when a process trains in it, OVS408 when its state is another run's, OVS604 when other files are in it.
         """
-        RunDirectory.open(self.path)  # never delete what is no run
-        from overspill.tiers.disk import FileIO
-        from overspill.tiers.disk.lock import OwnerLock
-        from overspill.tiers.disk.opening import LOCK
-
-        if self.state.is_dir():
-            OwnerLock(FileIO(), self.state / LOCK).release()
-        for root in self._distant_roots():
-            shutil.rmtree(root, ignore_errors=True)
-        shutil.rmtree(self.path)
+        with held_for_removal(self, force=force) as (own, perhaps):
+            for place in (*own, self.path.resolve()):
+                with disk_errors(place, "Cannot remove the run"):
+                    shutil.rmtree(place)
+        return perhaps
 
     def undo_creation(self) -> None:
         """Take back a `create` whose run never began: what was made since, and the directory if it is then empty."""

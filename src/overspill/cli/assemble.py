@@ -28,6 +28,7 @@ from overspill.observe.memory import MemorySampler, anonymous_and_shared_nbytes
 from overspill.observe.metrics import last_row, truncate_metrics
 from overspill.plan import Plan
 from overspill.report import StepReport
+from overspill.units import count
 
 import_training("train")
 
@@ -118,7 +119,7 @@ def assemble(
 @contextmanager
 def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint: str | None) -> Iterator[Parts]:
     numbers = number_settings(job)
-    saved = committed_extra(run, checkpoint) if resume else {}
+    step, saved = committed(run, checkpoint) if resume else (0, {})
     then: dict[str, Any] = saved.get("extra", {}).get("settings", {})
     refuse_fixed_settings(then, numbers, job_file=str(run.job_file))
     position = decode(saved.get("tracked", {}).get("data"))
@@ -141,6 +142,8 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         expected_key=position["data"] if position else None,
     )
     del tokenizer
+    settings = loop_settings(job, data)
+    refuse_past_the_end(run, step, settings.total_steps)
     identity = _identity(job, model)
     if resume and (there := run.identity()).model_digest != identity.model_digest:
         raise OverspillError(
@@ -152,8 +155,10 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         )
     if not resume:
         run.write_identity(identity)
-    # A start that was killed before its store stood has nothing to come back to. One that has rows had a store.
-    from_store = resume and ((run.state / MANIFEST).exists() or last_row(run.metrics_file) is not None)
+    # A start that was killed before its store stood has nothing to come back to. One that has rows or checkpoints had a
+    # store, and when its manifest is gone, attach() says which checkpoint there is.
+    has_store = (run.state / MANIFEST).exists() or last_row(run.metrics_file) is not None or run.checkpoint_names()
+    from_store = resume and bool(has_store)
     with ExitStack() as closing:
         source = BatchSource(
             data.train,
@@ -179,13 +184,12 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
             unused = fill(model, job)
             # Only now: what building and filling drew from the generators must not decide what training draws.
             seed_all(job.train.seed)
-        settings = loop_settings(job, data)
         scheduler = lr_scheduler(session.optimizer, job.schedule, total_steps=settings.total_steps)
         session.track(scheduler=scheduler, data=source)
         session.expect_checkpoint(settings.save_every, at=(settings.total_steps,))
         notes = [*data.notes, *unused, *session.notes]
         if resume:
-            notes += _resume_notes(run, session)
+            notes += _resume_notes(run, session, back=checkpoint is not None)
             notes += give_up_the_future(run, session)
             if changed := applied_settings(then, numbers):
                 notes.append("Settings have changed: " + "; ".join(changed) + ".")
@@ -204,13 +208,25 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         )
 
 
-def committed_extra(run: RunDirectory, checkpoint: str | None) -> dict[str, Any]:
-    """What the commit that a resume comes back to holds beside state: settings, data position; empty without one."""
+def committed(run: RunDirectory, checkpoint: str | None) -> tuple[int, dict[str, Any]]:
+    """The commit that a resume comes back to: its step, and what it holds beside state (settings, data position)."""
     place = run.checkpoint(checkpoint) if checkpoint is not None else run.state
     # A missing or damaged manifest is attach()'s to say: it knows the newest checkpoint that is whole.
     with suppress(OverspillError), StoreReader(place) as reader:
-        return dict(reader.manifest.extra)
-    return {}
+        return reader.step or 0, dict(reader.manifest.extra)
+    return 0, {}
+
+
+def refuse_past_the_end(run: RunDirectory, step: int, total_steps: int) -> None:
+    """Raises OVS603 where the job was cut to fewer steps than the run has done."""
+    if step > total_steps:
+        raise OverspillError(
+            "OVS603",
+            f"The run is at step {step}, and its job asks for {count(total_steps, 'step')}: nothing is left to do.",
+            field=str(run.path),
+            next_step=f"Raise train.steps in {run.job_file} to go on, go back with `overspill resume {run.path} --from "
+            f"NAME`, or `overspill export {run.path}`.",
+        )
 
 
 def give_up_the_future(run: RunDirectory, session: Session) -> list[str]:
@@ -219,7 +235,7 @@ def give_up_the_future(run: RunDirectory, session: Session) -> list[str]:
     leaves the checkpoint, which brings the next resume here again.
     """
     store = session.store
-    if store is None:
+    if store is None or session.restored is None:
         return []
     exports = run.drop_exports_after(session.step)
     later = [pin.name for pin in store.pins() if pin.step is not None and pin.step > session.step]
@@ -231,18 +247,22 @@ def give_up_the_future(run: RunDirectory, session: Session) -> list[str]:
     ]
 
 
-def _resume_notes(run: RunDirectory, session: Session) -> list[str]:
-    """Cut the metrics back to where the session is, and say what that means."""
+def _resume_notes(run: RunDirectory, session: Session, *, back: bool) -> list[str]:
+    """Cut the metrics back to where the session is, and say what that means. ``back``: the user chose to go back."""
     dropped, damaged, missing = truncate_metrics(run.metrics_file, session.step)
     restored = session.restored
     if restored is None:
         return ["No step of this run was committed yet; it starts from the beginning."]
-    again = f" {dropped} steps after it were not committed and are done again." if dropped else ""
+    one = dropped == 1
+    why = f"{'is' if one else 'are'} given up" if back else f"{'was' if one else 'were'} not committed"
+    again = f" {count(dropped, 'step')} after it {why} and {'is' if one else 'are'} done again." if dropped else ""
     notes = [f"Going on from step {restored.step}.{again}"]
     if damaged:
-        notes.append(f"{damaged} damaged rows were dropped from the metrics; the state is checked on its own.")
+        rows = count(damaged, "damaged row")
+        notes.append(f"Dropped from the metrics: {rows}; the state is checked on its own.")
     if missing:
-        notes.append(f"Steps without a row in the metrics: {missing}. The state is checked on its own.")
+        have = "has" if missing == 1 else "have"
+        notes.append(f"{count(missing, 'step')} {have} no row in the metrics; the state is checked on its own.")
     if restored.differs:
         notes.append("Bits may differ from an undisturbed run: " + "; ".join(restored.differs) + ".")
     return notes
@@ -290,8 +310,8 @@ def fill(model: Any, job: Job) -> list[str]:
         report = load_weights(model, job.model.path)
         if report.unused:
             return [
-                f"{len(report.unused)} tensors of the model's files have no place in the model that config.json "
-                f"describes, and are not trained; the first: {report.unused[0]}."
+                f"Not trained, since the model that config.json describes has no place for them: "
+                f"{count(len(report.unused), 'tensor')} of the model's files, the first {report.unused[0]}."
             ]
     return []
 

@@ -35,14 +35,14 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory (safetensors, config, tokenizer)."""
     from overspill.checkpoint import RunDirectory
-    from overspill.units import format_nbytes
+    from overspill.units import count, format_nbytes
 
     report = export_run(RunDirectory.open(run), checkpoint, out)
     if as_json:
         row = {"directory": str(report.directory), "files": list(report.files), "nbytes": report.nbytes}
         print_json({**row, "tensors": report.tensors})
         return
-    emit(f"Wrote {report.directory}: {report.tensors} tensors, {format_nbytes(report.nbytes)}.")
+    emit(f"Wrote {report.directory}: {count(report.tensors, 'tensor')}, {format_nbytes(report.nbytes)}.")
     emit(f'Next: overspill generate {report.directory} --prompt "…"')
 
 
@@ -101,11 +101,15 @@ def _model_of(source: Path, checkpoint: str | None) -> str | Path:
 def export_run(run: RunDirectory, checkpoint: str | None = None, out: Path | None = None) -> ExportReport:
     """Stream one checkpoint's weights into a model directory.
 
-    Raises OverspillError: OVS601 without such a checkpoint, OVS4xx from the disk, OVS404 for damaged weights.
+    Raises OverspillError: OVS601 without such a checkpoint or when it is dropped meanwhile, OVS4xx from the disk,
+    OVS404 for damaged weights, OVS408 for a copy of a run, OVS605 for a directory not empty or in a run's state.
     """
+    from overspill.checkpoint.contents import refuse_inside_state
     from overspill.cli.loading import import_training
 
     path = run.checkpoint(checkpoint)
+    if out is not None:
+        refuse_inside_state(out, "OVS605")
     job = run.job()
     import_training("export")
     from overspill.interop.export import export_safetensors
@@ -113,7 +117,7 @@ def export_run(run: RunDirectory, checkpoint: str | None = None, out: Path | Non
     from overspill.tiers.disk import StoreReader
 
     source = model_directory(job.model.path)
-    with StoreReader(path) as reader:
+    with StoreReader(path, home=run.state) as reader:
         reader.verify()  # a model must not leave with a flipped bit in it
         return export_safetensors(
             checkpoint_tensors(reader, job, source),

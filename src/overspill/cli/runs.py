@@ -55,7 +55,7 @@ def list_runs(parent: _Parent = Path("runs"), as_json: _Json = False) -> None:
                 (
                     r["run"],
                     Path(r["model"]).name,
-                    f"{r['step']}" + (f"/{r['total_steps']}" if r["total_steps"] else ""),
+                    f"{r['step']}" + (f"/{r['total_steps']}" if _is_within(r) else ""),
                     r["status"],
                     "" if r["loss"] is None else f"{r['loss']:.4f}",
                     format_nbytes(r["nbytes"]),
@@ -84,7 +84,7 @@ def show(path: _Run, as_json: _Json = False) -> None:
             ("parameters", f"{facts['numel']:,}"),
             ("created", facts["created"]),
             ("status", facts["status"]),
-            ("step", f"{facts['step']}" + (f" of {facts['total_steps']}" if facts["total_steps"] else "")),
+            ("step", f"{facts['step']}" + (f" of {facts['total_steps']}" if _is_within(facts) else "")),
             ("loss", "" if facts["loss"] is None else f"{facts['loss']:.4f}"),
             ("evaluation loss", "" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}"),
             ("checkpoints", ", ".join(facts["checkpoints"]) or "none"),
@@ -102,6 +102,7 @@ def show(path: _Run, as_json: _Json = False) -> None:
 def remove(
     path: _Run,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete also what no run makes.")] = False,
     as_json: _Json = False,
 ) -> None:
     """Delete a run with all its checkpoints. Asks first; refuses a run that is in use."""
@@ -109,6 +110,7 @@ def remove(
     from overspill.units import format_nbytes
 
     run = RunDirectory.open(path)
+    run.refuse_removal(force=force)
     nbytes = run.nbytes()
     if not yes:
         if not is_terminal():
@@ -119,9 +121,11 @@ def remove(
                 next_step=f"`overspill runs rm --yes {path}` deletes it without asking.",
             )
         typer.confirm(f"Delete {path} ({format_nbytes(nbytes)}) with all its checkpoints?", abort=True)
-    run.remove()
+    left = run.remove(force=force)
+    for root in left:
+        notice(f"{root} may hold state of this run, whose manifest is gone; remove it by hand if no other run uses it.")
     if as_json:
-        print_json({"removed": str(path), "nbytes": nbytes})
+        print_json({"removed": str(path), "nbytes": nbytes, "left": [str(root) for root in left]})
     else:
         emit(f"Removed {path}, {format_nbytes(nbytes)}.")
 
@@ -145,6 +149,11 @@ def _facts(run: RunDirectory) -> dict[str, Any]:
         "nbytes": run.nbytes(),
         "comparison": [row.model_dump() for row in summary.comparison] if summary else [],
     }
+
+
+def _is_within(facts: dict[str, Any]) -> bool:
+    """The job's length is known, and was not cut to less than what is done."""
+    return facts["total_steps"] is not None and facts["step"] <= facts["total_steps"]
 
 
 def add_to(parent: typer.Typer) -> None:

@@ -21,9 +21,11 @@ def new(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a starter job file with every key and what it means."""
+    from overspill.checkpoint.contents import refuse_inside_state
     from overspill.cli.starter import starter_text
     from overspill.units import parse_nbytes
 
+    refuse_inside_state(job, "OVS105")
     if memory is not None:
         parse_nbytes(memory, "--memory")
     values = {"model.path": model, "data.path": data, "plan.memory": memory}

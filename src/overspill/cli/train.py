@@ -88,14 +88,31 @@ def _run(run: RunDirectory, job: Job, *, resume: bool, checkpoint: str | None, a
 
     if not resume:
         run.create(job)
-    with crashes_go_to(run.path), assemble(run, job, plan, resume=resume, checkpoint=checkpoint) as parts:
-        for note in parts.notes:
-            notice(note)
-        if not as_json:
-            emit(_data_line(job, parts))
-        if resume:
-            run.forget_summary()
-        return _train(run, job, plan, forecast, parts, as_json=as_json)
+    training = False
+    try:
+        with crashes_go_to(run.path), assemble(run, job, plan, resume=resume, checkpoint=checkpoint) as parts:
+            for note in parts.notes:
+                notice(note)
+            if not as_json:
+                emit(_data_line(job, parts))
+            if resume:
+                run.forget_summary()
+            training = True
+            return _train(run, job, plan, forecast, parts, as_json=as_json)
+    except OverspillError as error:
+        if training and not run.state.is_dir():
+            raise _gone(run) from error
+        raise
+
+
+def _gone(run: RunDirectory) -> OverspillError:
+    """Whatever failed, this is why."""
+    return OverspillError(
+        "OVS404",
+        "The run's directory is no longer there: it was moved or removed while the run trained.",
+        field=str(run.path),
+        next_step="Where it was moved, `overspill resume` with its new path goes on from the last committed step.",
+    )
 
 
 def _long_data(job: Job) -> str:
@@ -110,11 +127,14 @@ def _long_data(job: Job) -> str:
 def _data_line(job: Job, parts: Parts) -> str:
     """How much there is to train on, and how often the run goes through it."""
     data, settings = parts.data, parts.settings
+    from overspill.units import count
+
     a_step = job.train.micro_batch * settings.accumulation
     held_out = f", {len(data.evaluation)} more held out" if data.evaluation is not None else ""
     return (
-        f"Data: {len(data.train)} sequences of {job.data.seq_len} tokens{held_out}; {settings.total_steps} steps of "
-        f"{a_step} are {settings.total_steps * a_step / len(data.train):.3g} epochs."
+        f"Data: {count(len(data.train), 'sequence')} of {job.data.seq_len} tokens{held_out}; "
+        f"{count(settings.total_steps, 'step')} of {a_step} for "
+        f"{settings.total_steps * a_step / len(data.train):.3g} epochs."
     )
 
 
@@ -146,6 +166,8 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
             result = parts.loop(on_step, on_first_eval, metrics.sync).run()
         except BaseException:
             view.close()
+            if not run.path.is_dir():
+                raise
             try:
                 _save_summary(run, job, parts, None, [])
             except OverspillError as second:  # the same full disk, say: what stopped the run is the error to show
@@ -182,7 +204,7 @@ def _save_summary(
 
 def _say_end(run: RunDirectory, parts: Parts, result: LoopResult, comparison: list[Compared], *, as_json: bool) -> None:
     from overspill.observe.compare import comparison_table
-    from overspill.units import format_seconds
+    from overspill.units import count, format_seconds
 
     if as_json:
         end: dict[str, Any] = {"event": "end", "run": str(run.path), "finished": result.finished, "step": result.step}
@@ -192,12 +214,15 @@ def _say_end(run: RunDirectory, parts: Parts, result: LoopResult, comparison: li
         print_json({**end, "tokens": result.tokens, "seconds": result.seconds, "comparison": rows})
         return
     print_table(*comparison_table(comparison), title="\nForecast and measurement")
-    speed = f"{result.tokens / result.seconds:.0f} tokens/s" if result.seconds else ""
+    began = parts.session.restored.step if parts.session.restored else 0
+    work = f"{count(result.tokens, 'token')} in {format_seconds(result.seconds)}"
+    work += f", {result.tokens / result.seconds:.0f} tokens/s" if result.seconds else ""
     emit()
     if result.eval_loss_before is not None and result.eval_loss is not None:
         emit(f"Evaluation loss: {result.eval_loss_before:.4f} before the first step, {result.eval_loss:.4f} now.")
     if result.finished:
-        emit(f"Done: {result.step} steps, {result.tokens} tokens in {format_seconds(result.seconds)}, {speed}.")
+        done, now = count(result.step, "step"), count(result.step - began, "step")
+        emit(f"Done: {done}, {work}." if began == 0 else f"Done: {done}; in this session {now}, {work}.")
         emit(f"Next: overspill export {run.path}")
         emit(f'      overspill generate {run.path} --prompt "…"')
     elif result.checkpoint is None:

@@ -21,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from overspill.checkpoint.contents import COPIED_FILES, refuse_inside_state
 from overspill.errors import OverspillError
 from overspill.files import disk_errors, parse_json, sync_directory
 from overspill.interop.safetensors_file import ITEM_NBYTES, header_bytes
@@ -34,22 +35,6 @@ ExportTensor = tuple[str, torch.dtype, tuple[int, ...], Callable[[], Any]]
 
 _NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _CONFIG_NAMES: Final = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "float16"}
-_COPIED: Final = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "LICENSE",
-    "LICENSE.txt",
-)
 _STOPPED: Final = "The export stopped, and nothing was left under the final name"
 _SYNC_EVERY_NBYTES: Final = 64 * MiB  # written pages are synced and given back: inside a cgroup they count
 
@@ -103,10 +88,11 @@ def export_safetensors(
 
     Raises:
         OverspillError: OVS401 for a full disk, OVS402 for a directory that cannot be written, OVS605 for one
-            that is not empty, OVS403 for an I/O error, OVS405 when another export writes there, OVS201 without
-            config.json.
+            that is not empty or inside a run's state, OVS403 for an I/O error, OVS405 when another export writes
+            there, OVS201 without config.json.
     """
     final = Path(directory).absolute()
+    refuse_inside_state(final, "OVS605")
     listed = list(tensors)
     _check_tensors(listed)
     total = sum(_nbytes(tensor) for tensor in listed)
@@ -235,7 +221,7 @@ def _copy_files(source: Path, tokenizer: Path, target: Path, listed: list[Export
         config["dtype"] = _CONFIG_NAMES[main_dtype]
     _write_synced(target / "config.json", _json_bytes(config))
     for directory in (source, tokenizer):  # the tokenizer's own files win
-        for name in _COPIED:
+        for name in COPIED_FILES:
             if (directory / name).is_file():
                 _write_synced(target / name, (directory / name).read_bytes())
 

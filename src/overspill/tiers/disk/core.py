@@ -19,12 +19,11 @@ import numpy as np
 
 from overspill.errors import OverspillError
 from overspill.tiers.disk.checksum import Digests, hash_pieces
-from overspill.tiers.disk.fileio import disk_error
+from overspill.tiers.disk.fileio import disk_error, write_file
 from overspill.tiers.disk.fork import close_in_children
 from overspill.tiers.disk.manifest import MANIFEST, PREPARED, Manifest, SlotRow, encode
 from overspill.tiers.disk.opening import Parts, SlotState
 from overspill.tiers.disk.parallel import for_each
-from overspill.tiers.disk.pins import write_file
 from overspill.tiers.disk.pool import Descriptor
 from overspill.tiers.disk.reader import Damage
 from overspill.tiers.disk.space import free_reserve, hold_reserve
@@ -54,7 +53,7 @@ class StoreCore:
         self.notes = parts.notes
         self.reclaimed: list[str] = parts.reclaimed
         self._io = parts.io
-        self._owner = parts.owner
+        self._locks = parts.locks
         self._pool = parts.pool
         self._pins = parts.pins
         self._head = parts.manifest
@@ -293,7 +292,7 @@ class StoreCore:
 
     def fds(self) -> list[int]:
         """Every open descriptor, for the fork handler."""
-        return [*self._pool.descriptors(), *([self._owner.fd] if self._owner.fd >= 0 else [])]
+        return [*self._pool.descriptors(), *self._locks.fds()]
 
     def mark_forked(self) -> None:
         """In the child: refuse everything. Another thread may have held a lock at the fork, so they are new."""

@@ -20,7 +20,7 @@ from overspill.errors import OverspillError
 from overspill.files import TOO_MANY_FILES
 from overspill.units import format_nbytes
 
-__all__ = ["NO_DIRECT", "NO_LINK", "FileIO", "IOCounters", "disk_error"]
+__all__ = ["NO_DIRECT", "NO_LINK", "FileIO", "IOCounters", "disk_error", "read_file", "write_file"]
 
 _NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_PERMISSION: Final = {
@@ -165,3 +165,40 @@ def disk_error(error: OSError, path: Path, doing: str, *, need_nbytes: int | Non
     if error.errno == errno.ENOENT:
         return OverspillError("OVS404", f"A file is missing: could not {doing}.", field=str(path), value=reason)
     return OverspillError("OVS403", f"The disk failed to {doing}.", field=str(path), value=reason)
+
+
+def read_file(io: FileIO, path: Path, doing: str) -> bytes:
+    """A small file. Raises OVS404 where it is missing, OVS402 or OVS403."""
+    try:
+        fd = io.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise disk_error(error, path, doing) from error
+    try:
+        data = bytearray(io.status(path).st_size)
+        done = 0
+        while done < len(data):
+            nbytes = io.pread(fd, memoryview(data)[done:], done)
+            if nbytes == 0:
+                break
+            done += nbytes
+    except OSError as error:
+        raise disk_error(error, path, doing) from error
+    finally:
+        io.close(fd)
+    return bytes(data[:done])
+
+
+def write_file(io: FileIO, path: Path, data: bytes, label: str) -> None:
+    """A small file, whole and synced. Raises OVS401, OVS402 or OVS403."""
+    fd = -1
+    try:
+        fd = io.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        done = 0
+        while done < len(data):
+            done += io.pwrite(fd, memoryview(data)[done:], done)
+        io.fsync(fd, label)
+    except OSError as error:
+        raise disk_error(error, path, f"write {path.name}", need_nbytes=len(data)) from error
+    finally:
+        if fd >= 0:
+            io.close(fd)

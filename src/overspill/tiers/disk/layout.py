@@ -18,6 +18,7 @@ from overspill.errors import OverspillError
 __all__ = [
     "ALIGN_NBYTES",
     "DTYPE_NBYTES",
+    "ROOT_PREFIX",
     "Root",
     "SlotSpec",
     "TensorSpec",
@@ -32,6 +33,8 @@ __all__ = [
 
 ALIGN_NBYTES: Final = 4096
 NAME_LIMIT: Final = 100
+ROOT_PREFIX: Final = "overspill-"
+"""How the directory of a store on another disk is called, before its run id."""
 _NAME: Final = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*$")
 _FILE: Final = re.compile(r"^f(\d{8})\.bin$")
 

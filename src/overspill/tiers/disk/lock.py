@@ -16,8 +16,9 @@ from typing import Final
 from overspill.errors import OverspillError
 from overspill.tiers.disk.fileio import FileIO, disk_error
 
-__all__ = ["OwnerLock"]
+__all__ = ["LOCK", "Locks", "OwnerLock"]
 
+LOCK: Final = "lock"
 FACTS_NBYTES: Final = 512  # always as long, so that a shorter text needs no truncation
 
 
@@ -54,3 +55,22 @@ class OwnerLock:
         if self.fd >= 0:
             self._io.close(self.fd)
             self.fd = -1
+
+
+class Locks:
+    """All locks of one store: its home's, and those of its directories on other disks. They go together."""
+
+    def __init__(self, io: FileIO, path: Path) -> None:
+        self._io = io
+        self._held = [OwnerLock(io, path)]
+
+    def take(self, path: Path) -> None:
+        """One more. Raises as OwnerLock does."""
+        self._held.append(OwnerLock(self._io, path))
+
+    def fds(self) -> list[int]:
+        return [lock.fd for lock in self._held if lock.fd >= 0]
+
+    def release(self) -> None:
+        for lock in self._held:
+            lock.release()

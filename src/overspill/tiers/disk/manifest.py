@@ -7,7 +7,6 @@ reader needs no canonical form. docs/reference/store-format.md is the specificat
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,7 +18,7 @@ import numpy as np
 from overspill.errors import OverspillError
 from overspill.files import parse_json
 from overspill.tiers.disk.checksum import HASH_NAME, Digests, hash_bytes, hash_slot
-from overspill.tiers.disk.fileio import FileIO, disk_error
+from overspill.tiers.disk.fileio import FileIO, read_file
 from overspill.tiers.disk.layout import SlotSpec, TensorSpec
 
 __all__ = ["FORMAT_VERSION", "MANIFEST", "PREPARED", "Manifest", "SlotRow", "decode", "encode", "read_manifest"]
@@ -177,20 +176,4 @@ def _row_from(row: Mapping[str, Any]) -> SlotRow:
 
 def read_manifest(io: FileIO, path: Path) -> Manifest:
     """Read and check a manifest file. Raises OVS404 (missing, damaged), OVS407, OVS402 or OVS403."""
-    try:
-        fd = io.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise disk_error(error, path, "read the manifest") from error
-    try:
-        data = bytearray(io.status(path).st_size)
-        done = 0
-        while done < len(data):
-            nbytes = io.pread(fd, memoryview(data)[done:], done)
-            if nbytes == 0:
-                break
-            done += nbytes
-    except OSError as error:
-        raise disk_error(error, path, "read the manifest") from error
-    finally:
-        io.close(fd)
-    return decode(bytes(data[:done]), path)
+    return decode(read_file(io, path, "read the manifest"), path)

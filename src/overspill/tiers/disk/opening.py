@@ -6,7 +6,6 @@ back what a killed run left. Nothing is removed before the committed step has be
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import uuid
@@ -16,14 +15,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from overspill.errors import OverspillError
+from overspill.tiers.disk.creation import note_creation, remove_root, undo_earlier_creation
 from overspill.tiers.disk.fileio import FileIO, disk_error
-from overspill.tiers.disk.layout import Root, SlotSpec, check_match, file_number, padded, spread
-from overspill.tiers.disk.lock import OwnerLock
+from overspill.tiers.disk.layout import ROOT_PREFIX, Root, SlotSpec, check_match, file_number, padded, spread
+from overspill.tiers.disk.lock import LOCK, Locks
 from overspill.tiers.disk.manifest import MANIFEST, PREPARED, Manifest, SlotRow, read_manifest
-from overspill.tiers.disk.pins import Pins
+from overspill.tiers.disk.owner import CREATING, Owner, claim, distant_roots, name_owner
+from overspill.tiers.disk.pins import Pins, pin_names
 from overspill.tiers.disk.pool import FilePool
 from overspill.tiers.disk.reader import StoreReader, find_damage, row_path
 from overspill.tiers.disk.space import (
@@ -38,9 +39,6 @@ from overspill.tiers.disk.space import (
 from overspill.tiers.disk.version import Version
 
 __all__ = ["Parts", "SlotState", "add_states", "forget_creation", "map_committed", "new_parts", "old_parts"]
-
-LOCK: Final = "lock"
-CREATING: Final = "creating.json"
 
 
 @dataclass(eq=False)
@@ -70,7 +68,7 @@ class Parts:
 
     io: FileIO
     directory: Path
-    owner: OwnerLock
+    locks: Locks
     roots: list[Root]
     pool: FilePool
     pins: Pins
@@ -95,7 +93,7 @@ def new_parts(
     """An empty store's parts, with every file preallocated; the first manifest is still to be written."""
     home = checkpoints or directory / "checkpoints"
     make_directories(io, [directory])
-    owner = OwnerLock(io, directory / LOCK)
+    locks = Locks(io, directory / LOCK)
     try:
         if io.exists(directory / MANIFEST):
             raise OverspillError(
@@ -104,20 +102,30 @@ def new_parts(
                 field=str(directory),
                 next_step="Pass resume=True to go on with it, or choose another directory.",
             )
+        if names := pin_names(io, home):
+            raise OverspillError(
+                "OVS604",
+                f"There are checkpoints of another store here, the first: {names[0]}.",
+                field=str(home),
+                next_step="Go on from one of them (`overspill resume RUN --from NAME`), or choose another directory.",
+            )
         run_id = uuid.uuid4().hex
-        roots = [Root(path / f"overspill-{run_id[:12]}", at_home=False) for path in directories if path != directory]
+        roots = [Root(path / f"{ROOT_PREFIX}{run_id[:12]}", at_home=False) for path in directories if path != directory]
         if len(roots) < len(directories) or not directories:
             place = list(directories).index(directory) if directories else 0
             roots.insert(place, Root(directory, at_home=True))
-        _undo_earlier_creation(io, directory)
-        _note_creation(io, directory, roots)
-        elsewhere = [root.pins for root in roots if not root.at_home]
-        make_directories(io, [home, *elsewhere, *(root.slots for root in roots)])
+        undo_earlier_creation(io, directory)
+        note_creation(io, directory, roots)
+        elsewhere = [root for root in roots if not root.at_home]
+        make_directories(io, [home, *(root.pins for root in elsewhere), *(root.slots for root in roots)])
         notes = Notes()
+        owner = Owner(directory.resolve(), run_id)
+        claim(io, locks, [root.path for root in elsewhere], owner.home)
+        name_owner(io, [root.path for root in elsewhere], owner, notes.say)
         pool = FilePool(io, roots)
         pins = Pins(io, pool, roots, home, notes.say)
         states = _new_states(slots, spread([slot.nbytes for slot in slots], list(weights) or [1.0] * len(roots)))
-        parts = Parts(io, directory, owner, roots, pool, pins, _empty(run_id), states, notes)
+        parts = Parts(io, directory, locks, roots, pool, pins, _empty(run_id), states, notes)
         adopt(pool, roots, set(), Counter(), 0)
         need = files_needed(slots, [state.root for state in states.values()], sum(copies))
         check_space(io, roots, need, sum(copies))
@@ -140,7 +148,7 @@ def new_parts(
             pins=copies[1],
         )
     except BaseException:
-        owner.release()
+        locks.release()
         raise
     return parts
 
@@ -153,26 +161,6 @@ def _new_states(slots: Sequence[SlotSpec], places: Sequence[int]) -> dict[str, S
     return {slot.name: SlotState(slot, place, padded(slot.nbytes)) for slot, place in zip(slots, places, strict=True)}
 
 
-def _note_creation(io: FileIO, directory: Path, roots: Sequence[Root]) -> None:
-    """Leave word of directories elsewhere, so that a creation that is killed can be undone by the next one."""
-    path = directory / CREATING
-    data = json.dumps([str(root.path) for root in roots if not root.at_home]).encode()
-    try:
-        fd = io.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            io.pwrite(fd, memoryview(data), 0)
-        finally:
-            io.close(fd)
-    except OSError as error:
-        raise disk_error(error, path, "write here") from error
-
-
-def _undo_earlier_creation(io: FileIO, directory: Path) -> None:
-    with suppress(OSError, ValueError):
-        for name in json.loads((directory / CREATING).read_bytes()):
-            _remove_root(io, Path(name))
-
-
 def forget_creation(parts: Parts) -> None:
     """The store stands: its manifest says where its files are."""
     with suppress(OSError):
@@ -183,21 +171,11 @@ def undo_creation(parts: Parts) -> None:
     """Remove what a failed creation made, and give the lock back. Directories that it found are left."""
     parts.pool.close_descriptors()
     for root in parts.roots:
-        _remove_root(parts.io, root.path, keep=root.at_home)
+        remove_root(parts.io, root.path, keep=root.at_home)
     for name in (PREPARED, MANIFEST, CREATING, RESERVE):
         with suppress(OSError):
             parts.io.unlink(parts.directory / name)
-    parts.owner.release()
-
-
-def _remove_root(io: FileIO, root: Path, *, keep: bool = False) -> None:
-    with suppress(OSError):
-        for name in io.names(root / "slots"):
-            io.unlink(root / "slots" / name)
-        io.rmdir(root / "slots")
-        if not keep:
-            io.rmdir(root / "checkpoints")
-            io.rmdir(root)
+    parts.locks.release()
 
 
 def old_parts(
@@ -213,8 +191,11 @@ def old_parts(
     """An existing store's parts at its last committed step; with ``from_pin`` a damaged store is opened empty."""
     home = checkpoints or directory / "checkpoints"
     if not io.exists(directory / MANIFEST) and (from_pin is None or not io.exists(directory)):
+        if pin_names(io, home):
+            path = directory / MANIFEST
+            raise OverspillError("OVS404", "The manifest is missing.", field=str(path), next_step=_offer(io, home))
         raise OverspillError("OVS601", "There is no store in this directory.", field=str(directory))
-    owner = OwnerLock(io, directory / LOCK)
+    locks = Locks(io, directory / LOCK)
     try:
         if on_prepared == "commit":
             _roll_forward(io, directory)
@@ -222,6 +203,8 @@ def old_parts(
         if slots is not None:
             check_match([row.spec for row in manifest.rows], slots)
         _refuse_absent(io, manifest)
+        owner = Owner(directory.resolve(), manifest.run_id)
+        claim(io, locks, distant_roots(manifest), owner.home)
         written = [(row, row_path(manifest, directory, row)) for row in manifest.rows if row.file is not None]
         if verify:
             damage = find_damage(io, written, manifest.piece_nbytes)
@@ -235,7 +218,7 @@ def old_parts(
         pool = FilePool(io, roots)
         pins = Pins(io, pool, roots, home, notes.say)
         states = _new_states([row.spec for row in manifest.rows], [row.directory for row in manifest.rows])
-        parts = Parts(io, directory, owner, roots, pool, pins, manifest, states, notes)
+        parts = Parts(io, directory, locks, roots, pool, pins, manifest, states, notes)
         for row, path in written:
             number = file_number(path.name)
             assert number is not None and row.digests is not None
@@ -243,6 +226,7 @@ def old_parts(
             file = pool.known(state.root, number, state.padded_nbytes)
             nbytes, piece_nbytes = row.spec.nbytes, manifest.piece_nbytes
             state.committed = Version.committed(file, nbytes, piece_nbytes, row.digests, row.version)
+        name_owner(io, distant_roots(manifest), owner, notes.say)  # nothing has been changed before
         make_directories(
             io, [home, *(root.slots for root in roots), *(root.pins for root in roots if not root.at_home)]
         )
@@ -250,7 +234,7 @@ def old_parts(
             pool.direct[index] = probe_direct(io, root, notes.say)
         _reclaim(parts)
     except BaseException:
-        owner.release()
+        locks.release()
         raise
     return parts
 

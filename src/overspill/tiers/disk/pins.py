@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Final
 
 from overspill.errors import OverspillError
-from overspill.tiers.disk.fileio import NO_LINK, FileIO, disk_error
+from overspill.tiers.disk.fileio import NO_LINK, FileIO, disk_error, write_file
 from overspill.tiers.disk.layout import Root, check_name
 from overspill.tiers.disk.manifest import MANIFEST, Manifest, SlotRow, encode, read_manifest
 from overspill.tiers.disk.pool import FilePool, SlotFile
 from overspill.tiers.disk.reader import StoreReader
 
-__all__ = ["PinInfo", "Pins", "write_file"]
+__all__ = ["PinInfo", "Pins", "pin_names"]
 
 BUILDING: Final = ".building-"
 DROPPED: Final = ".dropped-"
@@ -39,20 +39,10 @@ class PinInfo:
     step: int | None
 
 
-def write_file(io: FileIO, path: Path, data: bytes, label: str) -> None:
-    """A small file, whole and synced. Raises OVS401, OVS402 or OVS403."""
-    fd = -1
-    try:
-        fd = io.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        done = 0
-        while done < len(data):
-            done += io.pwrite(fd, memoryview(data)[done:], done)
-        io.fsync(fd, label)
-    except OSError as error:
-        raise disk_error(error, path, f"write {path.name}", need_nbytes=len(data)) from error
-    finally:
-        if fd >= 0:
-            io.close(fd)
+def pin_names(io: FileIO, home: Path) -> list[str]:
+    """The checkpoints that are listed in ``home``."""
+    names = [name for name in io.names(home) if not name.startswith(".")]
+    return [name for name in names if io.exists(home / name / MANIFEST)]
 
 
 class Pins:
@@ -71,8 +61,7 @@ class Pins:
         return self.home / check_name(name, "checkpoint")
 
     def names(self) -> list[str]:
-        names = [name for name in self.io.names(self.home) if not name.startswith(".")]
-        return [name for name in names if self.io.exists(self.home / name / MANIFEST)]
+        return pin_names(self.io, self.home)
 
     def listing(self) -> list[PinInfo]:
         """Oldest step first; damaged ones last."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -22,6 +22,7 @@ from overspill.tiers.disk.checksum import hash_pieces
 from overspill.tiers.disk.fileio import NO_DIRECT, FileIO, disk_error
 from overspill.tiers.disk.layout import ALIGN_NBYTES, SlotSpec, TensorSpec, padded
 from overspill.tiers.disk.manifest import MANIFEST, Manifest, SlotRow, read_manifest
+from overspill.tiers.disk.owner import distant_roots, refuse_other
 from overspill.tiers.disk.parallel import for_each
 from overspill.tiers.disk.transfer import Transfer
 
@@ -117,6 +118,20 @@ def _open_for_reading(io: FileIO, path: Path) -> tuple[int, bool]:
         raise disk_error(error, path, "open a state file") from error
 
 
+def _map_file(io: FileIO, slot: str, path: Path, nbytes: int) -> mmap.mmap:
+    fd = -1
+    try:
+        fd = io.open(path, os.O_RDONLY)
+        if io.status(path).st_size < padded(nbytes):
+            raise Damage(slot, path, "its file is truncated").error()
+        return io.map_read_only(fd, nbytes)
+    except OSError as error:
+        raise disk_error(error, path, "map a state file") from error
+    finally:
+        if fd >= 0:
+            io.close(fd)
+
+
 def view(mapping: mmap.mmap, spec: SlotSpec, tensor: TensorSpec | None = None) -> npt.NDArray[Any]:
     """A read-only array over a mapped slot file: the whole flat slot, or one tensor in it."""
     dtype = (tensor or spec).dtype
@@ -141,16 +156,21 @@ def tensor_of(spec: SlotSpec, name: str) -> TensorSpec:
 class StoreReader:
     """A checkpoint (or a store that nobody trains in), read-only.
 
-    Raises OVS601 when there is none, OVS404 when its manifest is damaged, OVS407 for another format version.
+    ``home``: the directory of the checkpoint's store; with it a copy of a run is refused while the original is there,
+    whose process does not see who reads through the copy. Raises OVS601 when there is no checkpoint or it is dropped
+    meanwhile, OVS404 when its manifest is damaged, OVS407 for another format version, OVS408 for a copy.
     """
 
-    def __init__(self, path: Path, *, io: FileIO | None = None) -> None:
+    def __init__(self, path: Path, *, home: Path | None = None, io: FileIO | None = None) -> None:
         self.path = path
         self._io = io or FileIO()
         manifest_path = path / MANIFEST
         if not self._io.exists(manifest_path):
             raise OverspillError("OVS601", "There is no checkpoint here.", field=str(path))
         self.manifest = read_manifest(self._io, manifest_path)
+        if home is not None:
+            roots = distant_roots(self.manifest, pin=not home.samefile(path))
+            refuse_other(self._io, roots, home.resolve())
         self._rows = {row.spec.name: row for row in self.manifest.rows}
         self._maps: dict[str, mmap.mmap] = {}
         try:
@@ -187,7 +207,29 @@ class StoreReader:
     def damage(self) -> Damage | None:
         """Read everything and compare checksums."""
         rows = [(row, self.file(row.spec.name)) for row in self.manifest.rows if row.file is not None]
-        return find_damage(self._io, rows, self.manifest.piece_nbytes)
+        with self._unless_dropped():
+            damage = find_damage(self._io, rows, self.manifest.piece_nbytes)
+            if damage is not None:
+                self._refuse_dropped()
+            return damage
+
+    def _refuse_dropped(self) -> None:
+        if not self._io.exists(self.path / MANIFEST):
+            raise OverspillError(
+                "OVS601",
+                "The checkpoint was dropped meanwhile.",
+                field=str(self.path),
+                next_step="Try again, or name another with --from.",
+            )
+
+    @contextmanager
+    def _unless_dropped(self) -> Iterator[None]:
+        """An error of the disk within it is the dropped checkpoint's where that is the cause."""
+        try:
+            yield
+        except OverspillError:
+            self._refuse_dropped()
+            raise
 
     def verify(self) -> None:
         """Raises OVS404 that names the slot, the file and the bytes."""
@@ -199,17 +241,8 @@ class StoreReader:
         if slot not in self._maps:
             path = self.file(slot)
             nbytes = self._rows[slot].spec.nbytes
-            fd = -1
-            try:
-                fd = self._io.open(path, os.O_RDONLY)
-                if self._io.status(path).st_size < padded(nbytes):
-                    raise Damage(slot, path, "its file is truncated").error()
-                self._maps[slot] = self._io.map_read_only(fd, nbytes)
-            except OSError as error:
-                raise disk_error(error, path, "map a state file") from error
-            finally:
-                if fd >= 0:
-                    self._io.close(fd)
+            with self._unless_dropped():
+                self._maps[slot] = _map_file(self._io, slot, path, nbytes)
         return self._maps[slot]
 
     def close(self) -> None:

@@ -134,7 +134,7 @@ class DiskStore(StoreCore):
             if from_pin is not None:
                 store.restore_pin(from_pin)
         except BaseException:
-            parts.owner.release()
+            parts.locks.release()
             raise
         return store
 
@@ -394,7 +394,7 @@ class DiskStore(StoreCore):
             if not self._closed:
                 self._closed = "closed"
                 self._pool.close_descriptors()
-                self._owner.release()
+                self._locks.release()
 
     def __enter__(self) -> Self:
         return self
