@@ -201,7 +201,7 @@ class FrameworkConfig(Frozen):
     name: Literal[
         "torch", "overspill", "hf_trainer", "trl", "accelerate", "axolotl", "llamafactory", "unsloth", "deepspeed",
         "torchtune", "torchtitan", "litgpt", "megatron", "llm_foundry",
-    ] = Field(default="torch")  # fmt: skip
+    ] = Field(default="torch", description="Whose loop and defaults.")  # fmt: skip
     versions: dict[str, str] = Field(
         default_factory=dict, description='Libraries, as {"torch": "2.13.0"}; what is left out: any of its date.'
     )
