@@ -101,19 +101,30 @@ def _model_of(source: Path, checkpoint: str | None) -> str | Path:
 def export_run(run: RunDirectory, checkpoint: str | None = None, out: Path | None = None) -> ExportReport:
     """Stream one checkpoint's weights into a model directory.
 
-    Raises OverspillError: OVS601 without such a checkpoint, OVS4xx from the disk, OVS404 for damaged weights.
+    Raises OverspillError: OVS601 without such a checkpoint, OVS4xx from the disk, OVS404 for damaged weights,
+    OVS602 when the model's config is no longer the one that they were trained with.
     """
     from overspill.cli.loading import import_training
 
     path = run.checkpoint(checkpoint)
     job = run.job()
     import_training("export")
+    from overspill.interop.config_facts import config_facts, refuse_changed_config
     from overspill.interop.export import export_safetensors
-    from overspill.interop.hf import model_directory
+    from overspill.interop.hf import load_config, model_directory
     from overspill.tiers.disk import StoreReader
 
     source = model_directory(job.model.path)
     with StoreReader(path) as reader:
+        then = reader.manifest.extra.get("extra", {}).get("config")
+        if then is not None:  # what is exported is config.json as it is now
+            refuse_changed_config(
+                then,
+                config_facts(source),
+                load_config(source),
+                file=source / "config.json",
+                next_step="Put the old values back; the weights were trained with them.",
+            )
         reader.verify()  # a model must not leave with a flipped bit in it
         return export_safetensors(
             checkpoint_tensors(reader, job, source),
