@@ -112,3 +112,39 @@ def test_a_run_made_before_commits_held_the_config_goes_on_with_a_note(
     assert "before commits held the model's config" in capsys.readouterr().err
     _edit_config(begun, rms_norm_eps=0.1)  # the commits of the resumed run hold it
     assert "rms_norm_eps" in _refused(capsys, "export", "run")
+
+
+# The token files
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "counted.bin"])
+def test_a_flipped_bit_in_a_token_file_changes_no_loss(
+    begun: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    shutil.copytree(begun / "run", begun / "undisturbed")
+    assert run(["resume", "undisturbed"]) == 0
+    file = begun / "run" / "data" / name
+    data = bytearray(file.read_bytes())
+    for at in range(16, len(data), 8):
+        data[at] ^= 1
+    file.write_bytes(data)
+    (begun / "play.txt").rename(begun / "away.txt")
+    paragraph = _refused(capsys, "resume", "run")
+    assert "OVS404" in paragraph and f"run/data/{name}" in paragraph and "play.txt back" in paragraph
+    (begun / "away.txt").rename(begun / "play.txt")
+    assert run(["resume", "run"]) == 0
+    assert f"{name} is damaged" in capsys.readouterr().err
+    assert _losses(begun) == [row.loss for row in read_metrics(begun / "undisturbed" / "metrics.jsonl")]
+
+
+# The rows
+
+
+def test_rows_that_are_left_out_are_said_before_the_first_step(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "Hail ", "completion": "" if n < 95 else "king " * 40} for n in range(100)]
+    (begun / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(["train", "job.toml", "--run", "other", "--set", "data.path=rows.jsonl"]) == 0
+    assert "95 of 100 rows have no answer and are left out." in capsys.readouterr().err
+    (begun / "rows.jsonl").write_text("".join(json.dumps(row | {"completion": ""}) + "\n" for row in rows))
+    paragraph = _refused(capsys, "train", "job.toml", "--run", "third", "--set", "data.path=rows.jsonl")
+    assert "OVS204" in paragraph and "100 without text or answer" in paragraph

@@ -91,11 +91,13 @@ def _relevant(value: Any) -> Any:
 
 def _as_read(facts: dict[str, Any], config: Any) -> dict[str, Any]:
     """With the defaults of the config's class; as they are, where it cannot read them."""
+    from huggingface_hub.errors import StrictDataclassError
+
     if facts.get("model_type") != config.model_type:
         return facts
     try:
         read = type(config).from_dict(dict(facts)).to_dict()
-    except Exception:  # whatever an older or newer class makes of the file: then the files' own words are compared
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
         return facts
     plain: dict[str, Any] = json.loads(json.dumps(_relevant(read), default=str))
     return plain
