@@ -170,3 +170,12 @@ def test_a_directory_that_cannot_be_written_fails(tmp_path: Path) -> None:
 def test_the_doctor_looks_at_this_machine() -> None:
     names = [one.name for one in doctor(["."], measure=False)]
     assert {"python", "kernels", "threads", "memory", "gpu", "torch", "disk .", "O_DIRECT ."} <= set(names)
+
+
+def test_the_doctor_says_that_a_directory_is_not_there_and_looks_at_its_nearest_parent(tmp_path: Path) -> None:
+    missing = tmp_path / "not" / "yet"
+    found = next(one for one in doctor([missing], measure=False) if one.name == f"disk {missing}")
+    assert found.status == "warn" and "does not exist" in found.what and str(tmp_path) in found.what
+    (tmp_path / "file").write_text("x")
+    found = next(one for one in doctor([tmp_path / "file"], measure=False) if one.name == f"disk {tmp_path / 'file'}")
+    assert found.status == "fail" and "no directory" in found.what

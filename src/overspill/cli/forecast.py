@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overspill.cli.console import emit, print_json, print_table
+from overspill.errors import OverspillError
 
 if TYPE_CHECKING:
     from overspill.forecast import Forecast
@@ -35,15 +36,19 @@ def forecast_command(
 
     job = load_job(job_file, settings or [])
     refuse_missing_data(job)
-    plan, forecast = resolve(job, Path("runs"))
+    plan, forecast = resolve(job, Path("runs"), base=job_file.parent)
     if as_json:
         print_json(forecast_json(plan, forecast))
     else:
         print_forecast(job, plan, forecast)
 
 
-def resolve(job: Job, state: Path) -> tuple[Plan, Forecast]:
-    """The plan for this machine and its forecast. ``state``: where disk state will live if the job names no place.
+def resolve(job: Job, state: Path, *, base: Path | None = None) -> tuple[Plan, Forecast]:
+    """The plan for this machine and its forecast.
+
+    Args:
+        state: where disk state will live if the job names no place.
+        base: what the job file's paths are relative to, for an error that says where a model was looked for.
 
     Raises OverspillError: OVS201 for the model, OVS301 and OVS302 for the budget.
     """
@@ -51,19 +56,31 @@ def resolve(job: Job, state: Path) -> tuple[Plan, Forecast]:
     from overspill.planner import plan as make_plan
     from overspill.probe import probe
 
-    job = _with_local_model(job)
+    job = _with_local_model(job, base)
     machine = probe(job.plan.directories or [state])
     plan = make_plan(job, machine)
     return plan, forecast(job, machine, plan=plan)
 
 
-def _with_local_model(job: Job) -> Job:
+def _with_local_model(job: Job, base: Path | None) -> Job:
     """A hub id is resolved to its directory: the forecast reads config.json."""
     if Path(job.model.path).is_dir():
         return job
     from overspill.interop.hf import model_directory
 
-    path = str(model_directory(job.model.path))
+    try:
+        path = str(model_directory(job.model.path))
+    except OverspillError as error:
+        if base is None or Path(job.model.path).is_absolute():
+            raise
+        tried = f"There is no directory {base.resolve() / job.model.path} either."
+        raise OverspillError(
+            error.code,
+            f"{error.message.rstrip('.')}. {tried}",
+            field=error.field,
+            value=error.value,
+            next_step="Correct model.path: it is relative to the job file, or a hub id that can be reached.",
+        ) from None
     return job.model_copy(update={"model": job.model.model_copy(update={"path": path})})
 
 

@@ -52,7 +52,9 @@ def train(
     refuse_missing_data(job)
     path = run if run is not None else new_run_path(job_file, parent=Path("runs"))
     RunDirectory(path).refuse_if_taken(job)  # before the seconds that importing torch takes
-    raise typer.Exit(_run(RunDirectory(path), job, resume=False, checkpoint=None, as_json=as_json))
+    raise typer.Exit(
+        _run(RunDirectory(path), job, base=job_file.parent, resume=False, checkpoint=None, as_json=as_json)
+    )
 
 
 def resume(
@@ -64,19 +66,20 @@ def resume(
 ) -> None:
     """Go on with a run that was interrupted, from its last committed step, bit for bit."""
     from overspill.checkpoint import RunDirectory
+    from overspill.cli.jobs import load_job
 
     run = RunDirectory.open(path)
-    job = run.job()
+    job = load_job(run.job_file)
     # A wrong name is an error before anything is loaded.
     run.refuse_if_finished(job, from_step=None if checkpoint is None else run.checkpoint_step(checkpoint))
-    raise typer.Exit(_run(run, job, resume=True, checkpoint=checkpoint, as_json=as_json))
+    raise typer.Exit(_run(run, job, base=path, resume=True, checkpoint=checkpoint, as_json=as_json))
 
 
-def _run(run: RunDirectory, job: Job, *, resume: bool, checkpoint: str | None, as_json: bool) -> int:
-    """The whole course of a run, new or resumed; returns the exit code."""
+def _run(run: RunDirectory, job: Job, *, base: Path, resume: bool, checkpoint: str | None, as_json: bool) -> int:
+    """The whole course of a run, new or resumed; returns the exit code. ``base``: of the job file's paths."""
     from overspill.cli.forecast import forecast_json, print_forecast, resolve
 
-    plan, forecast = resolve(job, run.state)
+    plan, forecast = resolve(job, run.state, base=base)
     if as_json:
         print_json({"event": "forecast", "run": str(run.path), **forecast_json(plan, forecast)})
     else:
