@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from overspill.plan import Plan
     from overspill.report import Compared
 
-__all__ = ["add_to", "comparison", "forecast_json", "print_forecast", "resolve"]
+__all__ = ["BUSY_CORES", "add_to", "comparison", "forecast_json", "print_forecast", "resolve"]
+
+#: A choice: from so many cores on, what other processes take is said beside a time.
+BUSY_CORES = 0.5
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -108,7 +111,8 @@ def print_forecast(job: Job, plan: Plan, forecast: Forecast) -> None:
     print_table(("training state", "memory", "disk"), rows)
     versions = 2 + plan.keep_last
     seconds = forecast.step_seconds
-    lasting = "" if seconds is None else f", about {format_seconds(seconds)} (speeds measured just now)"
+    busy = f", while other processes took {forecast.busy_cores:.1f} cores" if forecast.busy_cores >= BUSY_CORES else ""
+    lasting = "" if seconds is None else f", about {format_seconds(seconds)} (speeds measured just now{busy})"
     facts = [
         f"peak in {forecast.peak_phase}; interpreter and libraries come on top ({format_nbytes(forecast.base_nbytes)})",
         f"a commit writes {format_nbytes(forecast.disk_nbytes / versions)}, weights and all state; {versions} versions "

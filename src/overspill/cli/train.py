@@ -123,6 +123,7 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
     from overspill.cli.forecast import comparison as compare
     from overspill.observe.metrics import MetricsWriter
     from overspill.observe.progress import open_progress
+    from overspill.probe import OthersLoad
     from overspill.report import StepReport
 
     steps = parts.settings.total_steps
@@ -143,6 +144,7 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
         def on_first_eval(loss: float) -> None:
             view.note(f"evaluation before the first step: {loss:.4f}")
 
+        others = OthersLoad()
         try:
             result = parts.loop(on_step, on_first_eval, metrics.sync).run()
         except BaseException:
@@ -153,10 +155,11 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
                 notice(second.message)
             raise
         view.close()
+    busy_cores = (forecast.busy_cores, others.cores() or 0.0)
     parts.measured.finish(parts.memory.peak_nbytes)
     comparison = compare(plan, forecast, parts.measured, run.state_nbytes())
     _save_summary(run, job, parts, result, comparison)
-    _say_end(run, parts, result, comparison, as_json=as_json)
+    _say_end(run, parts, result, comparison, busy_cores, as_json=as_json)
     return 0 if result.finished else INTERRUPTED
 
 
@@ -181,18 +184,40 @@ def _save_summary(
     )
 
 
-def _say_end(run: RunDirectory, parts: Parts, result: LoopResult, comparison: list[Compared], *, as_json: bool) -> None:
+def _busy_line(then: float, now: float) -> str:
+    """Why the time of a step may differ from its forecast; empty on a machine that others left alone."""
+    from overspill.cli.forecast import BUSY_CORES
+
+    if max(then, now) < BUSY_CORES:
+        return ""
+    return (
+        f"  Other processes took {then:.1f} cores while speeds were measured and {now:.1f} during the run, so the time "
+        "per step may differ."
+    )
+
+
+def _say_end(
+    run: RunDirectory,
+    parts: Parts,
+    result: LoopResult,
+    comparison: list[Compared],
+    busy_cores: tuple[float, float],
+    *,
+    as_json: bool,
+) -> None:
     from overspill.observe.compare import comparison_table
     from overspill.units import format_seconds
 
     if as_json:
         end: dict[str, Any] = {"event": "end", "run": str(run.path), "finished": result.finished, "step": result.step}
         end |= {"loss": result.loss, "eval_loss": result.eval_loss, "checkpoint": result.checkpoint}
-        end |= {"eval_loss_before": result.eval_loss_before}
+        end |= {"eval_loss_before": result.eval_loss_before, "busy_cores": busy_cores[1]}
         rows = [row.model_dump() for row in comparison]
         print_json({**end, "tokens": result.tokens, "seconds": result.seconds, "comparison": rows})
         return
     print_table(*comparison_table(comparison), title="\nForecast and measurement")
+    if busy := _busy_line(*busy_cores):
+        emit(busy)
     speed = f"{result.tokens / result.seconds:.0f} tokens/s" if result.seconds else ""
     emit()
     if result.eval_loss_before is not None and result.eval_loss is not None:

@@ -14,7 +14,14 @@ from typing import Final
 from overspill.model import DecoderFacts, ModelShape
 from overspill.units import MiB
 
-__all__ = ["Batch", "Phase", "activation_phases", "boundary_bytes_per_token", "saved_bytes_per_token"]
+__all__ = [
+    "KEPT_BY_ACTIVATION",
+    "Batch",
+    "Phase",
+    "activation_phases",
+    "boundary_bytes_per_token",
+    "saved_bytes_per_token",
+]
 
 # [Note: Malloc] glibc (seen: 2.36) cannot give a freed aligned block to the next request of the same size, so a
 # heap of activations grows to 1.2 to 1.4 times what is alive, and keeps it. A session therefore maps large blocks
@@ -41,8 +48,8 @@ _FP32: Final = 4
 _INT64: Final = 8
 # Tensors as wide as the MLP that an activation function keeps, its output included. relu keeps its output alone;
 # functions written in Python (gelu_new and others) keep what each operation needs.
-_KEPT_BY_ACTIVATION: Final = {"relu": 1, "gelu": 2, "gelu_pytorch_tanh": 2, "silu": 2, "swish": 2}
-_KEPT_BY_PYTHON_ACTIVATION: Final = 5
+KEPT_BY_ACTIVATION: Final = {"relu": 1, "gelu": 2, "gelu_pytorch_tanh": 2, "silu": 2, "swish": 2}
+KEPT_BY_PYTHON_ACTIVATION: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ def mlp_bytes_per_token(facts: DecoderFacts, element: int) -> int:
     """Formula `mlp`: kept by the MLP, its input left out."""
     if facts.mlp != "plain":
         return element * 4 * facts.intermediate  # gate, act(gate), up, product
-    return element * _KEPT_BY_ACTIVATION.get(facts.activation, _KEPT_BY_PYTHON_ACTIVATION) * facts.intermediate
+    return element * KEPT_BY_ACTIVATION.get(facts.activation, KEPT_BY_PYTHON_ACTIVATION) * facts.intermediate
 
 
 def saved_bytes_per_token(facts: DecoderFacts, element: int, seq_len: int) -> int:
@@ -162,7 +169,7 @@ def score_scratch_bytes_per_token(facts: DecoderFacts, batch: Batch) -> int:
 def layer_scratch_bytes_per_token(facts: DecoderFacts, batch: Batch) -> int:
     """Formula `layer scratch`: gradients of activations alive at once in one layer's backward, an upper bound."""
     element = batch.element_nbytes
-    wide = 3 if facts.mlp != "plain" else _KEPT_BY_ACTIVATION.get(facts.activation, _KEPT_BY_PYTHON_ACTIVATION)
+    wide = 3 if facts.mlp != "plain" else KEPT_BY_ACTIVATION.get(facts.activation, KEPT_BY_PYTHON_ACTIVATION)
     mlp = element * (wide * facts.intermediate + 2 * facts.hidden)
     norm = 4 * _FP32 * facts.hidden + 3 * element * facts.hidden
     attention = element * (4 * facts.query_width + 2 * facts.hidden) + score_scratch_bytes_per_token(facts, batch)
