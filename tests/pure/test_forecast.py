@@ -212,8 +212,8 @@ def test_scores_that_are_mapped_count_once_and_leave_no_holes(family: str, kept:
     shape = ModelShape.from_config(config | {"attention_dropout": 0.1 if family == "llama" else 0.0})
     by_name = {phase.name: phase.nbytes for phase in activation_phases(shape, Batch(2, 1024, 2))}
     scores = 16 * 1024 * 2048
-    assert 2 * kept * scores < by_name["backward of a layer"] <= (2 * kept + 8) * scores + 64 * MiB
-    assert 2 * kept * scores < by_name["forward"] <= (2 * kept + 8) * scores + 64 * MiB
+    assert 2 * kept * scores < by_name["backward of a layer"] <= (2 * kept + 8) * scores + 96 * MiB
+    assert 2 * kept * scores < by_name["forward"] <= (2 * kept + 8) * scores + 96 * MiB
     assert by_name["backward of the embeddings"] < 64 * MiB  # mapped blocks are given back at once
 
 
