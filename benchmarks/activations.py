@@ -41,6 +41,11 @@ NEOX = {"hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 2048, "
 NEOX |= {"vocab_size": 8000}
 SMALL_VOCABULARY = Q | {"vocab_size": 512}
 GEMMA = Q | {"vocab_size": 8000, "head_dim": 64, "tie_word_embeddings": True}
+DROPOUT = Q | {"attention_dropout": 0.1, "vocab_size": 8000}
+# Nearly all of the peak is scores, of every pair of tokens.
+SCORES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 16}
+SCORES |= {"num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 4096}
+GEMMA_SCORES = SCORES | {"intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
 
 #: name: (family, sizes, dtype, gradient checkpointing, sequences, tokens a sequence)
 CASES: dict[str, tuple[str, dict[str, Any], str, bool, int, int]] = {
@@ -61,6 +66,17 @@ CASES: dict[str, tuple[str, dict[str, Any], str, bool, int, int]] = {
     "gpt_neox-512": ("gpt_neox", NEOX, "bf16", False, 1, 512),
     "gemma2-512": ("gemma2", GEMMA | {"tie_word_embeddings": False}, "bf16", False, 1, 512),
     "gemma-512": ("gemma", GEMMA, "bf16", False, 1, 512),
+    # Attention that keeps scores: with dropout in it (math), and with softcapping (eager).
+    "dropout-512": ("llama", DROPOUT, "bf16", False, 1, 512),
+    "dropout-1024": ("llama", DROPOUT, "bf16", False, 1, 1024),
+    "dropout-1024-fp32": ("llama", DROPOUT, "fp32", False, 1, 1024),
+    "dropout-1024-checkpointing": ("llama", DROPOUT, "bf16", True, 1, 1024),
+    "dropout-2x1024-scores": ("llama", SCORES | {"attention_dropout": 0.1}, "bf16", False, 2, 1024),
+    "gemma2-1024": ("gemma2", GEMMA | {"tie_word_embeddings": False}, "bf16", False, 1, 1024),
+    "gemma2-1024-fp32": ("gemma2", GEMMA | {"tie_word_embeddings": False}, "fp32", False, 1, 1024),
+    "gemma2-1024-checkpointing": ("gemma2", GEMMA | {"tie_word_embeddings": False}, "bf16", True, 1, 1024),
+    "gemma2-4x256": ("gemma2", GEMMA | {"tie_word_embeddings": False}, "bf16", False, 4, 256),
+    "gemma2-2x1024-scores": ("gemma2", GEMMA_SCORES, "bf16", False, 2, 1024),
 }
 # Chosen before any of them was run, to see the formulas where their fitted figures were not set. Set none by these.
 HELD_OUT: dict[str, tuple[str, dict[str, Any], str, bool, int, int]] = {

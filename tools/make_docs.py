@@ -21,6 +21,8 @@ sys.path.insert(0, str(REPOSITORY / "src"))
 from overspill.cli.main import app  # noqa: E402
 from overspill.cli.starter import job_tables, starter_text, toml_value  # noqa: E402
 from overspill.errors import CODES  # noqa: E402
+from overspill.forecast.activations import KEPT_BY_ACTIVATION  # noqa: E402
+from overspill.model.families import FAMILIES  # noqa: E402
 from overspill.report import StepReport  # noqa: E402
 
 REFERENCE = REPOSITORY / "docs" / "reference"
@@ -63,7 +65,8 @@ def job_page() -> str:
         "",
         "One TOML file (JSON is read as well) says what is trained, on what and how; every command reads it.",
         "`overspill new` writes one with every key. Unknown keys are errors that name the nearest known one.",
-        'Sizes carry a unit: `"24GiB"` is 24·1024³ bytes, `"24GB"` is 24·1000³. Paths are relative to the file.',
+        'Sizes carry a unit: `"24GiB"` is 24·1024³ bytes, `"24GB"` is 24·1000³. Paths are relative to the file',
+        "(also in a run's own job.toml); `model.path` is a hub id where there is no such directory beside the file.",
     ]
     for table in job_tables():
         lines += ["", f"## [{table.name}]", "", table.description, ""]
@@ -75,6 +78,29 @@ def job_page() -> str:
             lines.append(f"| `{key.name}` | {_cell(key.kind)} | {default} | {_cell(key.description)} |")
     lines += ["", "## A file with every key", "", "```toml", starter_text().rstrip(), "```", ""]
     return "\n".join(lines)
+
+
+def models_page() -> str:
+    native = ", ".join(f"`{name}`" for name in sorted(KEPT_BY_ACTIVATION))
+    lines = [
+        MARK,
+        "# Models",
+        "",
+        "`overspill forecast` and `overspill train` take the families whose shapes and activations the forecast",
+        "knows. A model's family is `model_type` in its config.json:",
+        "",
+        *(f"- `{family}`" for family in sorted(FAMILIES)),
+        "",
+        f"Of activation functions, {native} keep what torch's own functions keep; any other is counted as",
+        "one that is written in Python, which keeps more. Weights are safetensors, not quantised, and no code of a",
+        "model directory is run. The forecast of activations is for training on a CPU",
+        "([memory](../theory/memory.md)).",
+        "",
+        "Any other family is refused before anything is loaded, with [OVS201](errors/OVS201.md). It can still be",
+        "trained: `overspill.attach` takes any torch module ([attach to your own loop](../howto/attach.md)); there",
+        "you say in `plan.activations_nbytes` what its activations take.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def metrics_page() -> str:
@@ -225,6 +251,7 @@ def pages() -> dict[Path, str]:
     return {
         **error_pages(),
         REFERENCE / "job.md": job_page(),
+        REFERENCE / "models.md": models_page(),
         REFERENCE / "metrics.md": metrics_page(),
         REFERENCE / "cli.md": cli_page(),
         REFERENCE / "python.md": python_page(),

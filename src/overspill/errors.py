@@ -27,7 +27,7 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS101": ErrorCode(
         "unknown or invalid key in the job file",
         "A key is misspelt, in the wrong table, or its value has the wrong type or range.",
-        "The message names the key's path and the nearest known key. `overspill new` writes a file with every key.",
+        "Correct the value there; `overspill new FILE` writes a file with every key and what it takes.",
     ),
     "OVS102": ErrorCode(
         "a quantity cannot be read",
@@ -37,12 +37,12 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS103": ErrorCode(
         "the job file cannot be read",
         "The file does not exist, is no TOML or JSON, or is not valid UTF-8.",
-        "Check the path; the message names the line where reading stopped.",
+        "Correct the path, or the file where reading stopped; `overspill new FILE` writes one that can be read.",
     ),
     "OVS104": ErrorCode(
         "an optional library is missing",
         "The command needs a library that the base install does not bring (torch, transformers, …).",
-        "Install the extra that the message names, for example `pip install 'overspill[train,hf]'`.",
+        "Install what a training needs: `pip install 'overspill[train,hf]'`.",
     ),
     "OVS105": ErrorCode(
         "the file exists already",
@@ -57,7 +57,7 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS107": ErrorCode(
         "the system refused a path",
         "The path is too long, may not be read or written, goes in a circle, or its disk is full or failing.",
-        "Correct the path, or its permission; the message says what the system answered.",
+        "Correct the path or its permission, or free space on its disk.",
     ),
     "OVS108": ErrorCode(
         "a job that can be forecast, but not run",
@@ -88,7 +88,7 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS202": ErrorCode(
         "the model's weights are missing or damaged",
         "A safetensors file is truncated, has a damaged header, lacks a tensor, or holds one of another shape.",
-        "Download the file again; the message names the file and the tensor.",
+        "Download that file again, or copy it again from where it is whole.",
     ),
     "OVS203": ErrorCode(
         "the tokenizer is missing",
@@ -98,12 +98,12 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS204": ErrorCode(
         "the training data cannot be used",
         "The data file is missing, empty, not text or JSONL, or gives no complete sequence.",
-        "The message names the file, the line and what was expected there.",
+        "Correct the data there, or name another file in data.path.",
     ),
     "OVS205": ErrorCode(
         "the sequence is longer than the model's positions",
         "data.seq_len exceeds the largest position that the model was built for.",
-        "Lower data.seq_len to the limit that the message names.",
+        "Lower data.seq_len to the limit, or take a model with more positions.",
     ),
     "OVS206": ErrorCode(
         "this dtype is not supported here",
@@ -113,7 +113,7 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS207": ErrorCode(
         "this optimizer or option is not supported",
         "The optimizer, or one of its options (amsgrad, sparse gradients, …), has no exact kernel here.",
-        "Use AdamW, Adam, SGD or Lion with the options that the message names.",
+        "Use AdamW, Adam, SGD or Lion, without that option.",
     ),
     "OVS208": ErrorCode(
         "the model cannot be traced",
@@ -124,7 +124,7 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS301": ErrorCode(
         "the memory budget is too small",
         "What must be in memory at once exceeds plan.memory, or a share of it that the plan gave away.",
-        "The message names the class, its need, the limit and the smallest budget that works.",
+        "Raise plan.memory to the limit, or lower train.micro_batch or data.seq_len.",
     ),
     "OVS302": ErrorCode(
         "the machine has less memory than the budget",
@@ -150,12 +150,12 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS404": ErrorCode(
         "a state file is damaged",
         "A slot file or manifest is truncated or its checksum does not match what was committed.",
-        "The message names the file and the newest checkpoint that verifies: `overspill resume RUN --from NAME`.",
+        "Go back to a whole checkpoint, `overspill resume RUN --from NAME`; `overspill runs show RUN` lists them.",
     ),
     "OVS405": ErrorCode(
         "the run directory is in use",
         "Another process holds the store's lock.",
-        "Stop the process that the message names, or choose another run directory.",
+        "Stop that process first, or choose another run directory.",
     ),
     "OVS406": ErrorCode(
         "the store belongs to another model or layout",
@@ -165,7 +165,7 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS407": ErrorCode(
         "the store's format is not known",
         "The manifest was written by another version of the format.",
-        "Use the version of Overspill that the message names.",
+        "Use the version of Overspill that wrote it, or start a new run.",
     ),
     "OVS408": ErrorCode(
         "the state belongs to another directory",
@@ -176,7 +176,7 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS501": ErrorCode(
         "the session has failed",
         "An earlier error in a worker stopped the session; no later step is committed.",
-        "The message repeats the first cause. Fix it, then resume from the last committed step.",
+        "Repair the first cause, then resume from the last committed step.",
     ),
     "OVS502": ErrorCode(
         "gradients are not finite",
@@ -191,12 +191,12 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS504": ErrorCode(
         "this model or call cannot be handled",
         "The model is spread by device_map, a parameter is of a kind that cannot be moved, or calls are out of order.",
-        "The message says which parameter or call, and how to do it instead.",
+        "Change that parameter or call; docs/howto/attach.md has a loop with every call in its order.",
     ),
     "OVS505": ErrorCode(
         "a wait took too long",
         "An operation did not finish within its time limit; the message lists what it waited for.",
-        "Check the disk named in the message; report it with that text if the disk is healthy.",
+        "Check the disk that was waited for; if it is healthy, report this text as a fault of Overspill's.",
     ),
     # 6xx: runs
     "OVS601": ErrorCode(

@@ -21,6 +21,7 @@ __all__ = [
     "SCRATCH_PREFIX",
     "TOO_MANY_FILES",
     "disk_errors",
+    "encodes",
     "make_directory",
     "parse_json",
     "refuse_odd_texts",
@@ -77,11 +78,12 @@ def refuse_odd_texts(data: Any) -> None:
             waiting += [*one.keys(), *one.values()]
         elif isinstance(one, list | tuple):
             waiting += one
-        elif isinstance(one, str) and ("\0" in one or not _encodes(one)):
+        elif isinstance(one, str) and ("\0" in one or not encodes(one)):
             raise ValueError(f"the text {one[:40]!a} holds a character that no file can hold")
 
 
-def _encodes(text: str) -> bool:
+def encodes(text: str) -> bool:
+    """Whether a text is UTF-8: an argument or a path of the system may hold bytes that are none."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -108,11 +110,12 @@ def make_directory(directory: Path, mode: int = 0o777) -> None:
 
 def replace_text(file: Path, text: str) -> None:
     """The file with this text, readable by its owner only: after a crash it holds the old text or the new one."""
+    data = text.encode()  # what is no UTF-8 leaves nothing behind
     new = file.with_name(file.name + ".new")
     new.unlink(missing_ok=True)  # a crash may have left it, and a copy by hard links (cp -al) may have it too
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-        out.write(text)
+    with os.fdopen(descriptor, "wb") as out:
+        out.write(data)
         out.flush()
         os.fsync(out.fileno())
     new.replace(file)

@@ -41,6 +41,7 @@ class Machine(Frozen):
     available_nbytes: Nbytes = 0
     memory_bytes_per_s: BytesPerSecond = 0.0
     matmul_flops_per_s: float = Field(default=0.0, ge=0, description="fp32 matrix products, all threads; 0: unknown.")
+    busy_cores: float = Field(default=0.0, ge=0, description="Cores that others took while speeds were measured.")
     pinned_limit_nbytes: Nbytes | None = Field(default=None, description="RLIMIT_MEMLOCK; None: no limit.")
     accelerators: tuple[Accelerator, ...] = ()
     disks: tuple[Disk, ...] = ()

@@ -93,4 +93,6 @@ def _as_overspill_error(model: type[BaseModel], errors: list[ErrorDetails], sour
         return OverspillError("OVS101", f"A key is missing{where}.{more}", field=path, next_step=f"Add {path}.")
     said = first["msg"].removeprefix("Value error, ").rstrip(".")  # of our own validators
     seen = None if isinstance(first["input"], dict) else first["input"]  # a whole table says nothing
-    return OverspillError("OVS101", f"{said}{where}.{more}", field=path, value=seen)
+    # "2" where 2 is meant: the quotes are what is wrong.
+    value = repr(seen) if isinstance(seen, str) and first["type"].endswith("_type") else seen
+    return OverspillError("OVS101", f"{said}{where}.{more}", field=path, value=value)

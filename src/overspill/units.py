@@ -128,6 +128,8 @@ def parse_seconds(value: str | int | float, field: str = "seconds") -> float:
         raise OverspillError(
             "OVS102", f"{unit!r} is not a unit of time.", field=field, value=value, next_step=f"Known units: {known}."
         )
+    if not math.isfinite(number * factor):
+        raise OverspillError("OVS102", "That is longer than anything lasts.", field=field, value=value)
     return number * factor
 
 

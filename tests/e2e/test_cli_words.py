@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from overspill.cli.main import run
+from overspill.errors import CODES
 from overspill.units import format_nbytes
 from testing.tiny import TINY_PLAY, make_tiny_model
 
@@ -94,3 +95,44 @@ def test_what_exists_already_is_named_by_its_own_code(inputs: Path, capsys: pyte
     said = _refusal(capsys, "runs", "rm", "run")
     assert "OVS106" in said and "--yes" in said
     assert (inputs / "run" / "run.json").exists()
+
+
+def test_what_a_run_is_begins_without_an_empty_line(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "job.toml", "--run", "run"]) == 0
+    capsys.readouterr()
+    assert run(["runs", "show", "run"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["run", "run"]
+
+
+def test_the_next_step_of_an_error_says_what_to_do() -> None:
+    for code, row in CODES.items():
+        assert "the message" not in row.fix.lower(), code
+
+
+def test_a_relative_path_in_a_runs_job_file_is_relative_to_that_file(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", "job.toml", "--run", "run"]) == 0
+    job = inputs / "run" / "job.toml"
+    text = job.read_text().replace("steps = 4", "steps = 6").replace(str(inputs / "play.txt"), "../play.txt")
+    job.write_text(text.replace(str(inputs / "tiny"), "../tiny"))
+    assert run(["resume", "run"]) == 0
+    assert run(["export", "run", "--out", "out"]) == 0
+    # "tiny" in the working directory is not what the file means.
+    job.write_text(text.replace("steps = 6", "steps = 8").replace(str(inputs / "tiny"), "tiny"))
+    said = _refusal(capsys, "resume", "run")
+    assert "OVS201" in said and str(inputs / "run" / "tiny") in said
+
+
+def test_a_model_that_is_neither_a_directory_nor_on_the_hub_is_named_with_the_path_that_was_tried(
+    inputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def offline(*arguments: object, **options: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    for command in ("forecast", "train"):
+        said = _refusal(capsys, command, "job.toml", "--set", "model.path=models/gone")
+        assert "OVS201" in said and "no network" in said and str(inputs / "models" / "gone") in said

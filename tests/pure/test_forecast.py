@@ -10,6 +10,7 @@ import pytest
 
 import overspill
 from overspill.cli.forecast import print_forecast
+from overspill.cli.train import _busy_line
 from overspill.errors import OverspillError
 from overspill.forecast import Batch, Forecast, activation_phases, forecast
 from overspill.forecast.activations import saved_bytes_per_token
@@ -126,6 +127,20 @@ def test_the_printed_forecast_says_that_bf16_moments_are_not_exact(capsys: pytes
         assert ("not exact" in " ".join(capsys.readouterr().out.split())) == (moments == "bf16")
 
 
+def test_a_time_that_was_forecast_on_a_busy_machine_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for cores, said in ((0.1, False), (1.6, True)):
+        machine = MACHINE.model_copy(update={"busy_cores": cores})
+        resolved = plan(job(), machine, SHAPE)
+        print_forecast(job(), resolved, forecast(job(), machine, SHAPE, plan=resolved))
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("while other processes took 1.6 cores" in out) == said and "measured just now" in out
+
+
+def test_a_run_on_a_busy_machine_says_why_its_time_differs() -> None:
+    assert _busy_line(0.1, 0.4) == ""
+    assert "took 0.1 cores while speeds were measured and 1.2 during the run" in _busy_line(0.1, 1.2)
+
+
 def test_without_a_plan_the_forecast_divides_the_budget_as_the_planner_does() -> None:
     wishes = job(memory="1200MiB", durability="checkpoint")
     unplanned = forecast(wishes, MACHINE, SHAPE)
@@ -187,6 +202,19 @@ def test_what_a_layer_keeps_is_what_saved_tensor_hooks_listed(
     facts = ModelShape.from_config(config | {"num_key_value_heads": 2} | changes).decoder
     assert facts is not None
     assert saved_bytes_per_token(facts, 2, 50) == expected
+
+
+@pytest.mark.parametrize(("family", "kept"), [("llama", 12), ("gemma2", 8)])
+def test_scores_that_are_mapped_count_once_and_leave_no_holes(family: str, kept: int) -> None:
+    """Nearly all of this model's peak is scores: 16 heads, 1024 tokens twice, two layers."""
+    config = CONFIG | {"model_type": family, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 1024}
+    shape = ModelShape.from_config(config | {"attention_dropout": 0.1 if family == "llama" else 0.0})
+    by_name = {phase.name: phase.nbytes for phase in activation_phases(shape, Batch(2, 1024, 2))}
+    scores = 16 * 1024 * 2048
+    assert 2 * kept * scores < by_name["backward of a layer"] <= (2 * kept + 8) * scores + 96 * MiB
+    assert 2 * kept * scores < by_name["forward"] <= (2 * kept + 8) * scores + 96 * MiB
+    assert by_name["backward of the embeddings"] < 64 * MiB  # mapped blocks are given back at once
 
 
 def test_checkpointing_never_needs_more_and_more_tokens_never_need_less() -> None:

@@ -81,6 +81,19 @@ def test_a_budget_below_the_smallest_names_the_largest_need_and_the_smallest_bud
         plan(job(memory=one_less), MACHINE, SHAPE)
 
 
+def test_data_workers_that_are_the_largest_need_are_named_with_their_bytes() -> None:
+    wishes = job(memory="4GiB")
+    many = wishes.model_copy(update={"data": wishes.data.model_copy(update={"num_workers": 1000})})
+    with pytest.raises(OverspillError, match=r"OVS301.*largest need is data workers with 15.6[0-9] GiB") as caught:
+        plan(many, MACHINE, SHAPE)
+    assert "lower data.num_workers: each of the 1000 takes 16.0 MiB" in str(caught.value)
+    assert "train.micro_batch" not in str(caught.value)
+
+
+def test_any_finite_work_at_risk_is_a_number_of_steps() -> None:
+    assert plan(job(durability="auto", at_risk=1.7e308), MACHINE, SHAPE).durability.every_steps == 2**53
+
+
 def test_state_wished_on_the_host_is_not_moved_to_disk_silently() -> None:
     with pytest.raises(OverspillError, match="optimizer state"):
         plan(job(memory="1GiB", optimizer_state="host"), MACHINE, SHAPE)

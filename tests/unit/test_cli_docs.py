@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from overspill.model.families import FAMILIES
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
@@ -28,3 +30,9 @@ def test_every_link_between_pages_leads_to_a_file() -> None:
         if "://" not in target and not target.startswith("mailto:") and not (page.parent / target).exists()
     ]
     assert not broken
+
+
+def test_the_readme_names_every_family_that_the_forecast_knows() -> None:
+    text = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
+    *others, last = sorted(FAMILIES)
+    assert f"{', '.join(others)} or {last}" in text

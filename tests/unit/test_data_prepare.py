@@ -19,6 +19,7 @@ from overspill.errors import OverspillError
 from overspill.job import DataConfig
 from overspill.train.data import SequenceDataset, prepare_data
 from overspill.train.data.store import DataFacts, token_dtype
+from overspill.train.data.tokenise import Tokeniser
 from testing.peak import measure_peak_nbytes
 from testing.tiny import TINY_ASSETS, TINY_PLAY
 
@@ -98,6 +99,28 @@ def test_sequences_without_a_counted_label_are_left_out_and_counted(tmp_path, to
     assert all((prepared.train[i]["labels"][1:] != -100).any() for i in range(len(prepared.train)))
 
 
+def test_rows_that_are_left_out_are_said_one_sentence_for_each_kind(tmp_path, tokenizer):
+    rows = [{"prompt": "Hail ", "completion": "" if n < 95 else "king " * 40} for n in range(100)]
+    packed = DataConfig(path=_jsonl(tmp_path / "a.jsonl", rows), seq_len=32)
+    assert prepare_data(packed, tokenizer, tmp_path / "a").notes == ("95 of 100 rows have no answer and are left out.",)
+    assert prepare_data(packed, tokenizer, tmp_path / "a").notes[0].startswith("95 of 100")  # reused
+
+    rows = [{"text": ""}, {"text": "Hail, king! " * 30}, {"question": "Who?", "answer": " "}]
+    notes = prepare_data(
+        DataConfig(path=_jsonl(tmp_path / "b.jsonl", rows), seq_len=32), tokenizer, tmp_path / "b"
+    ).notes
+    assert notes == ("1 of 3 rows has no answer and is left out.", "1 of 3 rows has no text and is left out.")
+
+    rows = [{"prompt": "Hail " * 50, "completion": "king"}] * 3 + [{"prompt": "Hail ", "completion": "king " * 60}]
+    config = DataConfig(path=_jsonl(tmp_path / "c.jsonl", rows), seq_len=32, packing=False)
+    cut, unlabelled = prepare_data(config, tokenizer, tmp_path / "c").notes
+    assert cut.startswith("4 of 4 rows are longer than data.seq_len = 32 tokens and are cut off there;")
+    assert unlabelled.startswith("3 of 4 rows have no token that the loss counts within data.seq_len = 32 tokens")
+    packed = config.model_copy(update={"packing": True})
+    (said,) = prepare_data(packed, tokenizer, tmp_path / "d").notes
+    assert "sequences have no token that the loss counts and are left out." in said
+
+
 def test_token_files_are_reused_only_when_nothing_that_matters_has_changed(tmp_path, tokenizer):
     text = tmp_path / "play.txt"
     shutil.copyfile(TINY_PLAY, text)
@@ -136,6 +159,75 @@ def test_half_written_token_files_are_not_believed(tmp_path, tokenizer, damage):
     again = prepare_data(config, tokenizer, tmp_path / "data")
     assert not again.reused and torch.equal(again.train[7]["input_ids"], expected)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+def _flip(file: Path, at: int, bit: int = 1) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= bit
+    file.write_bytes(data)
+
+
+TOKEN_DAMAGE = {
+    "a token": lambda d: _flip(d / "tokens.bin", 100),
+    "what counts": lambda d: _flip(d / "counted.bin", 100),
+    "an offset": lambda d: _flip(d / "offsets.bin", 8 * 20 + 1),
+    "a missing file": lambda d: (d / "counted.bin").unlink(),
+    "a longer file": lambda d: (d / "offsets.bin").write_bytes((d / "offsets.bin").read_bytes() + b"12345678"),
+}
+
+
+@pytest.mark.parametrize("what", TOKEN_DAMAGE)
+def test_damaged_token_files_are_made_anew_from_the_text_or_refused_by_name(tmp_path, tokenizer, what):
+    text = tmp_path / "play.txt"
+    shutil.copyfile(TINY_PLAY, text)
+    config = DataConfig(path=str(text), seq_len=64)
+    first = prepare_data(config, tokenizer, tmp_path / "data")
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "data").iterdir()}
+    TOKEN_DAMAGE[what](tmp_path / "data")
+    damaged = next(name for name in whole if _content(tmp_path / "data" / name) != whole[name])
+    text.rename(tmp_path / "away.txt")
+    with pytest.raises(OverspillError, match=rf"OVS404.*{damaged}.*play.txt back"):
+        prepare_data(config, tokenizer, tmp_path / "data", expected_key=first.facts.key)
+    (tmp_path / "away.txt").rename(text)
+    again = prepare_data(config, tokenizer, tmp_path / "data", expected_key=first.facts.key)
+    assert not again.reused and again.facts == first.facts
+    assert len(again.notes) == 1 and damaged in again.notes[0] and "made anew" in again.notes[0]
+    assert {file.name: file.read_bytes() for file in (tmp_path / "data").iterdir()} == whole
+
+
+def _content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.exists() else None
+
+
+def test_a_flipped_bit_in_the_index_is_noticed(tmp_path, tokenizer):
+    config = DataConfig(path=str(TINY_PLAY), seq_len=64)
+    first = prepare_data(config, tokenizer, tmp_path / "data")
+    index = tmp_path / "data" / "index.json"
+    index.write_text(index.read_text().replace('"pad_token": 0', '"pad_token": 1'))
+    again = prepare_data(config, tokenizer, tmp_path / "data", expected_key=first.facts.key)
+    assert not again.reused and again.facts == first.facts and "index" in again.notes[0]
+
+
+def test_damaged_token_files_are_not_replaced_by_other_tokens(tmp_path, tokenizer, monkeypatch):
+    config = DataConfig(path=str(TINY_PLAY), seq_len=64)
+    key = prepare_data(config, tokenizer, tmp_path / "data").facts.key
+    _flip(tmp_path / "data" / "tokens.bin", 100)
+    before = (tmp_path / "data" / "tokens.bin").read_bytes()
+    encode = Tokeniser.encode  # of another release of tokenizers, say
+    monkeypatch.setattr(Tokeniser, "encode", lambda self, text: [7, *encode(self, text)])
+    with pytest.raises(OverspillError, match=r"OVS602.*other tokens"):
+        prepare_data(config, tokenizer, tmp_path / "data", expected_key=key)
+    assert (tmp_path / "data" / "tokens.bin").read_bytes() == before
+
+
+def test_token_files_of_a_version_without_checksums_are_taken(tmp_path, tokenizer):
+    config = DataConfig(path=str(TINY_PLAY), seq_len=64)
+    first = prepare_data(config, tokenizer, tmp_path / "data")
+    index = tmp_path / "data" / "index.json"
+    later = ("checksum", "digests", "skipped_by_kind", "cut_rows", "unlabelled_rows")
+    index.write_text(json.dumps({k: v for k, v in json.loads(index.read_text()).items() if k not in later}))
+    again = prepare_data(config, tokenizer, tmp_path / "data", expected_key=first.facts.key)
+    assert again.reused and again.notes == ()
 
 
 def test_a_disk_that_fills_up_is_named_and_nothing_half_written_stays(tmp_path, tokenizer, monkeypatch):

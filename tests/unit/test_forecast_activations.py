@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 
 QUICK = ("qwen2-512", "qwen2-512-checkpointing", "qwen2-512-fp32", "smol-128")
 # Where the heap's holes are most of the peak the bound is looser than wanted; docs/theory/memory.md, `fitted`.
-LIMIT = {"qwen3-small-vocabulary-fp32": 1.35}
+# Scores at the threshold count as the heap's, and score scratch is a bound (`score scratch`).
+LIMIT = {"qwen3-small-vocabulary-fp32": 1.35, "dropout-512": 1.45, "dropout-1024-checkpointing": 1.3}
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,31 @@ def test_new_tokens_end_at_the_models_last_position(tiny):
     prompt = "Hail " * 75
     room = 256 - len(tokenizer(prompt).input_ids)
     assert 0 < room < 100
-    texts = [generate_text(tiny, prompt, max_new_tokens=count) for count in (1000, room, room - 1)]
+    notes: list[str] = []
+    texts = [
+        generate_text(tiny, prompt, max_new_tokens=count, on_note=notes.append) for count in (1000, room, room - 1)
+    ]
     assert texts[0] == texts[1] != texts[2]
+    assert len(notes) == 1 and "last position, 256" in notes[0] and f"{room} tokens" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1e-320},
+        {"temperature": 1e-30},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": -1.0},
+        {"temperature": 1.0, "seed": 2**70},
+        {"seed": -1},
+    ],
+)
+def test_a_temperature_or_a_seed_that_torch_would_not_take_is_refused(tiny, options):
+    with pytest.raises(OverspillError, match=r"OVS101.*out of range"):
+        generate_text(tiny, "Hail", **options)
+    for edge in ({"temperature": 1e-4, "seed": 2**63 - 1}, {"temperature": 1e4}):
+        assert generate_text(tiny, "Hail", max_new_tokens=2, **edge) is not None
 
 
 def test_prompts_that_cannot_be_continued_are_refused(tiny, tmp_path):

@@ -6,13 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from overspill.files import SCRATCH_PREFIX
 from overspill.machine import Accelerator, Disk, Machine
-from overspill.probe import Finding, doctor, findings_of, probe
+from overspill.probe import Finding, OthersLoad, doctor, findings_of, probe
 from overspill.probe.disk import nearest_existing, probe_disk
 from overspill.probe.memory import read_memory
 from overspill.units import GiB, MiB
@@ -170,3 +171,42 @@ def test_a_directory_that_cannot_be_written_fails(tmp_path: Path) -> None:
 def test_the_doctor_looks_at_this_machine() -> None:
     names = [one.name for one in doctor(["."], measure=False)]
     assert {"python", "kernels", "threads", "memory", "gpu", "torch", "disk .", "O_DIRECT ."} <= set(names)
+
+
+def test_the_doctor_says_that_a_directory_is_not_there_and_looks_at_its_nearest_parent(tmp_path: Path) -> None:
+    missing = tmp_path / "not" / "yet"
+    found = next(one for one in doctor([missing], measure=False) if one.name == f"disk {missing}")
+    assert found.status == "warn" and "does not exist" in found.what and str(tmp_path) in found.what
+    (tmp_path / "file").write_text("x")
+    found = next(one for one in doctor([tmp_path / "file"], measure=False) if one.name == f"disk {tmp_path / 'file'}")
+    assert found.status == "fail" and "no directory" in found.what
+
+
+def test_what_other_processes_take_is_counted_without_this_one(tmp_path: Path) -> None:
+    def stat(user: int, idle: int) -> None:
+        (tmp_path / "proc").mkdir(exist_ok=True)
+        (tmp_path / "proc/stat").write_text(f"cpu  {user} 0 0 {idle} 900 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n")
+
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat(1000, 50)
+    load = OthersLoad(tmp_path)
+    began, own = time.monotonic(), time.process_time()
+    while time.process_time() - own < 0.2:  # what this process takes is not others'
+        pass
+    stat(1000 + 10 * ticks, 5000)
+    cores = load.cores()
+    seconds = time.monotonic() - began
+    assert cores is not None and cores == pytest.approx((10 - 0.2) / seconds, rel=0.2)
+    assert OthersLoad(tmp_path / "none").cores() is None
+    own_alone = OthersLoad(tmp_path)
+    stat(1000 + 10 * ticks, 9000)
+    assert own_alone.cores() == 0
+
+
+def test_a_busy_machine_is_noticed_while_speeds_are_measured(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        assert probe([tmp_path], speed_test_nbytes=16 * MiB).busy_cores > 0.1
+    finally:
+        other.kill()
+        other.wait()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from overspill.errors import OverspillError
-from overspill.job import Job
+from overspill.job import Job, unread_options
 
 __all__ = ["applied_settings", "number_settings", "refuse_fixed_settings"]
 
@@ -63,7 +63,9 @@ def number_settings(job: Job) -> dict[str, Any]:
 
 def refuse_fixed_settings(then: dict[str, Any], now: dict[str, Any], *, job_file: str) -> None:
     """Raises OverspillError OVS602 that names the first key that cannot change within a run, with both values."""
-    changed = [key for key in FIXED if key in then and then[key] != now[key]]
+    # What the optimizer never read may be taken out of the job file.
+    unread = {f"optimizer.{option}" for option in unread_options(now["optimizer.name"])}
+    changed = [key for key in FIXED if key in then and then[key] != now[key] and key not in unread]
     if changed:
         key = changed[0]
         others = f" So have {', '.join(changed[1:])}." if changed[1:] else ""

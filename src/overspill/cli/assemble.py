@@ -36,6 +36,7 @@ import torch  # noqa: E402 - after the check that gives a clear error when it is
 import xxhash  # noqa: E402
 
 from overspill import _native  # noqa: E402
+from overspill.interop.config_facts import config_facts, refuse_changed_config  # noqa: E402
 from overspill.interop.hf import (  # noqa: E402
     build_empty,
     load_config,
@@ -58,14 +59,15 @@ __all__ = ["Parts", "assemble"]
 
 @dataclass(eq=False)
 class Parts:
-    """What a run is made of. ``notes``: what the user should know, one sentence each."""
+    """What a run is made of. ``committed``: of the job and its model, what each commit holds beside state; ``notes``:
+    what the user should know, one sentence each."""
 
     session: Session
     model: Any
     source: BatchSource
     data: PreparedData
     settings: LoopSettings
-    number_settings: dict[str, Any]
+    committed: dict[str, Any]
     scheduler: torch.optim.lr_scheduler.LRScheduler
     micro_batch: int
     memory: MemorySampler
@@ -90,7 +92,7 @@ class Parts:
             on_step=on_step,
             on_first_eval=on_first_eval,
             before_commit=before_commit,
-            extra=lambda: {"epoch": self.source.epoch, "settings": self.number_settings},
+            extra=lambda: {"epoch": self.source.epoch, **self.committed},
             stop=self.stop,
         )
 
@@ -119,8 +121,9 @@ def assemble(
 @contextmanager
 def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint: str | None) -> Iterator[Parts]:
     numbers = number_settings(job)
-    step, saved = committed(run, checkpoint) if resume else (0, {})
-    then: dict[str, Any] = saved.get("extra", {}).get("settings", {})
+    done, saved = committed_step(run, checkpoint) if resume else (0, {})
+    before: dict[str, Any] = saved.get("extra", {})
+    then: dict[str, Any] = before.get("settings", {})
     refuse_fixed_settings(then, numbers, job_file=str(run.job_file))
     position = decode(saved.get("tracked", {}).get("data"))
     # Adding in another order gives other bits, so the number is part of what makes a run repeat.
@@ -128,6 +131,15 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
     if job.model.init == "pretrained":
         checkpoint_entries(model_directory(job.model.path))  # a missing or damaged file is known in milliseconds
     config = load_config(job.model.path)
+    committed = {"settings": numbers, **_model_facts(job)}
+    if "config" in before:
+        refuse_changed_config(
+            before["config"],
+            committed["config"],
+            config,
+            file=model_directory(job.model.path) / "config.json",
+            next_step="Put the old values back, or start a new run from an export of this one.",
+        )
     tokenizer = load_tokenizer(job.model.tokenizer or job.model.path)
     seed_all(job.train.seed)
     model = build_empty(config, job.model.dtype, gradient_checkpointing=job.model.gradient_checkpointing)
@@ -143,7 +155,7 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
     )
     del tokenizer
     settings = loop_settings(job, data)
-    refuse_past_the_end(run, step, settings.total_steps)
+    refuse_past_the_end(run, done, settings.total_steps)
     identity = _identity(job, model)
     if resume and (there := run.identity()).model_digest != identity.model_digest:
         raise OverspillError(
@@ -190,6 +202,7 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         notes = [*data.notes, *unused, *session.notes]
         if resume:
             notes += _resume_notes(run, session, back=checkpoint is not None)
+            notes += _changed_facts(before, committed)
             notes += give_up_the_future(run, session)
             if changed := applied_settings(then, numbers):
                 notes.append("Settings have changed: " + "; ".join(changed) + ".")
@@ -199,7 +212,7 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
             source=source,
             data=data,
             settings=settings,
-            number_settings=numbers,
+            committed=committed,
             scheduler=scheduler,
             micro_batch=job.train.micro_batch,
             memory=memory,
@@ -208,7 +221,7 @@ def _built(run: RunDirectory, job: Job, plan: Plan, *, resume: bool, checkpoint:
         )
 
 
-def committed(run: RunDirectory, checkpoint: str | None) -> tuple[int, dict[str, Any]]:
+def committed_step(run: RunDirectory, checkpoint: str | None) -> tuple[int, dict[str, Any]]:
     """The commit that a resume comes back to: its step, and what it holds beside state (settings, data position)."""
     place = run.checkpoint(checkpoint) if checkpoint is not None else run.state
     # A missing or damaged manifest is attach()'s to say: it knows the newest checkpoint that is whole.
@@ -227,6 +240,28 @@ def refuse_past_the_end(run: RunDirectory, step: int, total_steps: int) -> None:
             next_step=f"Raise train.steps in {run.job_file} to go on, go back with `overspill resume {run.path} --from "
             f"NAME`, or `overspill export {run.path}`.",
         )
+
+
+def _model_facts(job: Job) -> dict[str, Any]:
+    """What decides the numbers of the model's own code: its config, and the library that computes by it."""
+    import transformers
+
+    return {"config": config_facts(model_directory(job.model.path)), "transformers": transformers.__version__}
+
+
+def _changed_facts(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    if not before:  # nothing was committed yet
+        return []
+    if "config" not in before:
+        return [
+            "This run was begun before commits held the model's config; whether config.json is as it was is not known."
+        ]
+    if before["transformers"] != now["transformers"]:
+        return [
+            f"Bits may differ from an undisturbed run: transformers was {before['transformers']}, is "
+            f"{now['transformers']}."
+        ]
+    return []
 
 
 def give_up_the_future(run: RunDirectory, session: Session) -> list[str]:

@@ -29,17 +29,30 @@ def notice(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value)
+    print(text, flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
-    """A table for people; the first column is text, the others are aligned right. Plain text in a pipe."""
+    """A table for people; the first column is text, the others are aligned right. Plain text in a pipe. Without a
+    head where no column has a name."""
     cells = [[str(cell) for cell in row] for row in rows]
     if is_terminal():
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table = Table(
+            title=title or None,
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            pad_edge=False,
+            show_header=any(columns),
+        )
         for index, name in enumerate(columns):
             table.add_column(name, justify="left" if index == 0 else "right")
         for row in cells:
@@ -49,7 +62,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
     if title:
         emit(title)
     widths = [max(len(row[i]) for row in [list(columns), *cells]) for i in range(len(columns))]
-    for row in [list(columns), *cells]:
+    for row in [*([list(columns)] if any(columns) else []), *cells]:
         line = "  ".join(
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))

@@ -40,13 +40,13 @@ def save_traceback(fault: BaseException) -> Path:
     if run is not None and run.is_dir():
         file = run / "crash.txt"
         try:
-            file.write_text(head + text, encoding="utf-8")
+            file.write_text(head + text, encoding="utf-8", errors="backslashreplace")
         except OSError:
             pass  # a full or read-only disk may be the very cause: the temporary directory is the second choice
         else:
             return file
     with tempfile.NamedTemporaryFile(
-        "w", prefix="overspill-crash-", suffix=".txt", delete=False, encoding="utf-8"
+        "w", prefix="overspill-crash-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
     ) as out:
         out.write(head + text)
     return Path(out.name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overspill.cli.console import emit, print_json, print_table
+from overspill.errors import OverspillError
 
 if TYPE_CHECKING:
     from overspill.forecast import Forecast
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from overspill.plan import Plan
     from overspill.report import Compared
 
-__all__ = ["add_to", "comparison", "forecast_json", "print_forecast", "resolve"]
+__all__ = ["BUSY_CORES", "add_to", "comparison", "forecast_json", "print_forecast", "resolve"]
+
+#: A choice: from so many cores on, what other processes take is said beside a time.
+BUSY_CORES = 0.5
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -85,7 +89,7 @@ def forecast_command(
         if _is_this_machines(Path(target), settings):
             job = load_job(Path(target), settings or [])
             refuse_missing_data(job)
-            plan, forecast = resolve(job, Path("runs"))
+            plan, forecast = resolve(job, Path("runs"), base=Path(target).parent)
             print_json(forecast_json(plan, forecast)) if as_json else print_forecast(job, plan, forecast)
             return
     _forecast_card(target, flags, settings or [], format, diff, data, plot=plot, explain=explain, as_csv=as_csv,
@@ -160,8 +164,12 @@ def _forecast_card(
         device.print_one(asked, forecast, explain=explain)
 
 
-def resolve(job: Job, state: Path) -> tuple[Plan, Forecast]:
-    """The plan for this machine and its forecast. ``state``: where disk state will live if the job names no place.
+def resolve(job: Job, state: Path, *, base: Path | None = None) -> tuple[Plan, Forecast]:
+    """The plan for this machine and its forecast.
+
+    Args:
+        state: where disk state will live if the job names no place.
+        base: what the job file's paths are relative to, for an error that says where a model was looked for.
 
     Raises OverspillError: OVS201 for the model, OVS301 and OVS302 for the budget.
     """
@@ -169,19 +177,31 @@ def resolve(job: Job, state: Path) -> tuple[Plan, Forecast]:
     from overspill.planner import plan as make_plan
     from overspill.probe import probe
 
-    job = _with_local_model(job)
+    job = _with_local_model(job, base)
     machine = probe(job.plan.directories or [state])
     plan = make_plan(job, machine)
     return plan, forecast(job, machine, plan=plan)
 
 
-def _with_local_model(job: Job) -> Job:
+def _with_local_model(job: Job, base: Path | None) -> Job:
     """A hub id is resolved to its directory: the forecast reads config.json."""
     if Path(job.model.path).is_dir():
         return job
     from overspill.interop.hf import model_directory
 
-    path = str(model_directory(job.model.path))
+    try:
+        path = str(model_directory(job.model.path))
+    except OverspillError as error:
+        if base is None or Path(job.model.path).is_absolute():
+            raise
+        tried = f"There is no directory {base.resolve() / job.model.path} either."
+        raise OverspillError(
+            error.code,
+            f"{error.message.rstrip('.')}. {tried}",
+            field=error.field,
+            value=error.value,
+            next_step="Correct model.path: it is relative to the job file, or a hub id that can be reached.",
+        ) from None
     return job.model_copy(update={"model": job.model.model_copy(update={"path": path})})
 
 
@@ -209,7 +229,8 @@ def print_forecast(job: Job, plan: Plan, forecast: Forecast) -> None:
     print_table(("training state", "memory", "disk"), rows)
     versions = 2 + plan.keep_last
     seconds = forecast.step_seconds
-    lasting = "" if seconds is None else f", about {format_seconds(seconds)} (speeds measured just now)"
+    busy = f", while other processes took {forecast.busy_cores:.1f} cores" if forecast.busy_cores >= BUSY_CORES else ""
+    lasting = "" if seconds is None else f", about {format_seconds(seconds)} (speeds measured just now{busy})"
     facts = [
         f"peak in {forecast.peak_phase}; interpreter and libraries come on top ({format_nbytes(forecast.base_nbytes)})",
         f"a commit writes {format_nbytes(forecast.disk_nbytes / versions)}, weights and all state; {versions} versions "

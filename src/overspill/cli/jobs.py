@@ -1,7 +1,8 @@
 """From the command line to a Job: read the file, apply ``--set``, make its paths absolute.
 
 A job file's paths are relative to the file; a copied job must still mean the same, so they are made absolute here
-once. A model path that is no directory stays as it is: it is a hub id.
+once; so are those of a run's job.toml, where a user has edited it. A model path that is no directory beside the file
+stays as it is: it is a hub id.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.errors import OverspillError
+from overspill.files import encodes
 from overspill.job import Job, read_job
 
 __all__ = ["load_job", "refuse_missing_data", "with_settings"]
@@ -21,9 +23,18 @@ __all__ = ["load_job", "refuse_missing_data", "with_settings"]
 def load_job(file: Path, settings: Sequence[str] = ()) -> Job:
     """The job in ``file`` with ``settings`` (``key=value``) applied and absolute paths.
 
-    Raises OverspillError: OVS101, OVS102, OVS103.
+    Raises OverspillError: OVS101, OVS102, OVS103; OVS107 for a path that is not UTF-8, since no job file can hold it.
     """
-    return _with_absolute_paths(with_settings(read_job(file), settings), file.resolve().parent)
+    job = with_settings(read_job(file), settings)
+    base = file.resolve().parent
+    if not encodes(str(base)):
+        raise OverspillError(
+            "OVS107",
+            "The job file lies in a directory whose path is not UTF-8, so a run's job file could not name it.",
+            field=ascii(str(base)),
+            next_step="Rename the directory, or move the job elsewhere.",
+        )
+    return _with_absolute_paths(job, base)
 
 
 def refuse_missing_data(job: Job) -> None:
@@ -79,9 +90,10 @@ def _with_absolute_paths(job: Job, base: Path) -> Job:
         return str(base / Path(path).expanduser())
 
     def where_it_is(path: str) -> str:
-        # "./m" and "/m" are meant as directories even when they are missing; "org/name" may be a hub id.
-        explicit = path.startswith((".", "/", "~"))
-        return absolute(path) if explicit or (base / path).is_dir() else path
+        # "./m" and "/m" are meant as directories even when they are missing; "org/name" may be a hub id, but not where
+        # the working directory has one of that name: a path is never relative to that.
+        explicit = path.startswith((".", "/", "~")) or path.count("/") > 1
+        return absolute(path) if explicit or (base / path).is_dir() or Path(path).is_dir() else path
 
     data = (job.data.path,) if isinstance(job.data.path, str) else job.data.path
     tokenizer = job.model.tokenizer

@@ -7,6 +7,7 @@ paragraph, never a traceback); 130 interrupted. Set OVERSPILL_DEBUG=1 to let eve
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import textwrap
@@ -18,7 +19,7 @@ import typer
 from overspill import __version__
 from overspill.cli import forecast, model, runs, start, train
 from overspill.errors import OverspillError
-from overspill.files import TOO_MANY_FILES
+from overspill.files import TOO_MANY_FILES, encodes
 
 __all__ = ["app", "main", "run"]
 
@@ -61,7 +62,9 @@ runs.add_to(app)
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code instead of leaving the process."""
+    _print_anything()
     try:
+        _refuse_undecodable(sys.argv[1:] if arguments is None else arguments)
         app(args=None if arguments is None else list(arguments), prog_name="overspill")
     except SystemExit as ending:
         return ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
@@ -79,6 +82,25 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print(refused.paragraph() if refused else _fault_paragraph(fault), file=sys.stderr)
         return 2 if refused else 1
     return 0
+
+
+def _print_anything() -> None:
+    """What the output's encoding lacks is printed as an escape: a message must not fail on a name that it quotes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _refuse_undecodable(arguments: Sequence[str]) -> None:
+    """Job files, manifests and tokenizers hold UTF-8. Raises OverspillError OVS107 for an argument that is none."""
+    for argument in arguments:
+        if not encodes(argument):
+            raise OverspillError(
+                "OVS107",
+                "A word of the command line is not UTF-8, so no file of a run could hold it.",
+                field=ascii(argument),
+                next_step="Write it in UTF-8; rename the file or directory if it is a path.",
+            )
 
 
 def _refusal(fault: Exception) -> OverspillError | None:

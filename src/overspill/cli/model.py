@@ -50,13 +50,18 @@ def generate(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_DIR", help="A run, or a model directory.")],
     prompt: Annotated[str, typer.Option(help="What the model goes on from.")],
     checkpoint: _From = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=1_000_000_000, help="Longest answer, in tokens.")] = 128,
     chat: Annotated[bool, typer.Option(help="Put the prompt through the model's chat template.")] = False,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="For a temperature above 0.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token each time; 0.0001 to 10000 draws.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="For a temperature above 0; 0 to 2^63 - 1.")] = 0,
     as_json: _Json = False,
 ) -> None:
     """Try a model: print what it says after a prompt. A run's checkpoint is exported first, once."""
+    from overspill.interop.sampling import refuse_odd_sampling
+
+    refuse_odd_sampling(temperature, seed)
     directory = _model_of(source, checkpoint)
     from overspill.cli.loading import import_training
 
@@ -67,6 +72,7 @@ def generate(
     echo = prompt + "\n" if chat else prompt
     if stream:
         print(f"\x1b[2m{echo}\x1b[0m", end="", flush=True)
+    notes: list[str] = []
     text = generate_text(
         directory,
         prompt,
@@ -75,11 +81,14 @@ def generate(
         temperature=temperature,
         seed=seed,
         on_text=(lambda piece: print(piece, end="", flush=True)) if stream else None,
+        on_note=notes.append,
     )
     if as_json:
         print_json({"model": str(directory), "prompt": prompt, "text": text})
     else:
         emit("" if stream else echo + text)
+    for note in notes:
+        notice(note)
 
 
 def _model_of(source: Path, checkpoint: str | None) -> str | Path:
@@ -102,22 +111,34 @@ def export_run(run: RunDirectory, checkpoint: str | None = None, out: Path | Non
     """Stream one checkpoint's weights into a model directory.
 
     Raises OverspillError: OVS601 without such a checkpoint or when it is dropped meanwhile, OVS4xx from the disk,
-    OVS404 for damaged weights, OVS408 for a copy of a run, OVS605 for a directory not empty or in a run's state.
+    OVS404 for damaged weights, OVS408 for a copy of a run, OVS602 when the model's config is no longer the one that
+    they were trained with, OVS605 for a directory not empty or in a run's state.
     """
     from overspill.checkpoint.contents import refuse_inside_state
+    from overspill.cli.jobs import load_job
     from overspill.cli.loading import import_training
 
     path = run.checkpoint(checkpoint)
     if out is not None:
         refuse_inside_state(out, "OVS605")
-    job = run.job()
+    job = load_job(run.job_file)
     import_training("export")
+    from overspill.interop.config_facts import config_facts, refuse_changed_config
     from overspill.interop.export import export_safetensors
-    from overspill.interop.hf import model_directory
+    from overspill.interop.hf import load_config, model_directory
     from overspill.tiers.disk import StoreReader
 
     source = model_directory(job.model.path)
     with StoreReader(path, home=run.state) as reader:
+        then = reader.manifest.extra.get("extra", {}).get("config")
+        if then is not None:  # what is exported is config.json as it is now
+            refuse_changed_config(
+                then,
+                config_facts(source),
+                load_config(source),
+                file=source / "config.json",
+                next_step="Put the old values back; the weights were trained with them.",
+            )
         reader.verify()  # a model must not leave with a flipped bit in it
         return export_safetensors(
             checkpoint_tensors(reader, job, source),

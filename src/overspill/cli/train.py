@@ -54,7 +54,9 @@ def train(
     refuse_missing_data(job)
     path = run if run is not None else new_run_path(job_file, parent=Path("runs"))
     RunDirectory(path).refuse_if_taken(job)  # before the seconds that importing torch takes
-    raise typer.Exit(_run(RunDirectory(path), job, resume=False, checkpoint=None, as_json=as_json))
+    raise typer.Exit(
+        _run(RunDirectory(path), job, base=job_file.parent, resume=False, checkpoint=None, as_json=as_json)
+    )
 
 
 def resume(
@@ -66,19 +68,20 @@ def resume(
 ) -> None:
     """Go on with a run that was interrupted, from its last committed step, bit for bit."""
     from overspill.checkpoint import RunDirectory
+    from overspill.cli.jobs import load_job
 
     run = RunDirectory.open(path)
-    job = run.job()
+    job = load_job(run.job_file)
     # A wrong name is an error before anything is loaded.
     run.refuse_if_finished(job, from_step=None if checkpoint is None else run.checkpoint_step(checkpoint))
-    raise typer.Exit(_run(run, job, resume=True, checkpoint=checkpoint, as_json=as_json))
+    raise typer.Exit(_run(run, job, base=path, resume=True, checkpoint=checkpoint, as_json=as_json))
 
 
-def _run(run: RunDirectory, job: Job, *, resume: bool, checkpoint: str | None, as_json: bool) -> int:
-    """The whole course of a run, new or resumed; returns the exit code."""
+def _run(run: RunDirectory, job: Job, *, base: Path, resume: bool, checkpoint: str | None, as_json: bool) -> int:
+    """The whole course of a run, new or resumed; returns the exit code. ``base``: of the job file's paths."""
     from overspill.cli.forecast import forecast_json, print_forecast, resolve
 
-    plan, forecast = resolve(job, run.state)
+    plan, forecast = resolve(job, run.state, base=base)
     if as_json:
         print_json({"event": "forecast", "run": str(run.path), **forecast_json(plan, forecast)})
     else:
@@ -142,6 +145,7 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
     from overspill.cli.forecast import comparison as compare
     from overspill.observe.metrics import MetricsWriter
     from overspill.observe.progress import open_progress
+    from overspill.probe import OthersLoad
     from overspill.report import StepReport
 
     steps = parts.settings.total_steps
@@ -162,6 +166,7 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
         def on_first_eval(loss: float) -> None:
             view.note(f"evaluation before the first step: {loss:.4f}")
 
+        others = OthersLoad()
         try:
             result = parts.loop(on_step, on_first_eval, metrics.sync).run()
         except BaseException:
@@ -174,10 +179,11 @@ def _train(run: RunDirectory, job: Job, plan: Plan, forecast: Forecast, parts: P
                 notice(second.message)
             raise
         view.close()
+    busy_cores = (forecast.busy_cores, others.cores() or 0.0)
     parts.measured.finish(parts.memory.peak_nbytes)
     comparison = compare(plan, forecast, parts.measured, run.state_nbytes())
     _save_summary(run, job, parts, result, comparison)
-    _say_end(run, parts, result, comparison, as_json=as_json)
+    _say_end(run, parts, result, comparison, busy_cores, as_json=as_json)
     return 0 if result.finished else INTERRUPTED
 
 
@@ -202,18 +208,40 @@ def _save_summary(
     )
 
 
-def _say_end(run: RunDirectory, parts: Parts, result: LoopResult, comparison: list[Compared], *, as_json: bool) -> None:
+def _busy_line(then: float, now: float) -> str:
+    """Why the time of a step may differ from its forecast; empty on a machine that others left alone."""
+    from overspill.cli.forecast import BUSY_CORES
+
+    if max(then, now) < BUSY_CORES:
+        return ""
+    return (
+        f"  Other processes took {then:.1f} cores while speeds were measured and {now:.1f} during the run, so the time "
+        "per step may differ."
+    )
+
+
+def _say_end(
+    run: RunDirectory,
+    parts: Parts,
+    result: LoopResult,
+    comparison: list[Compared],
+    busy_cores: tuple[float, float],
+    *,
+    as_json: bool,
+) -> None:
     from overspill.observe.compare import comparison_table
     from overspill.units import count, format_seconds
 
     if as_json:
         end: dict[str, Any] = {"event": "end", "run": str(run.path), "finished": result.finished, "step": result.step}
         end |= {"loss": result.loss, "eval_loss": result.eval_loss, "checkpoint": result.checkpoint}
-        end |= {"eval_loss_before": result.eval_loss_before}
+        end |= {"eval_loss_before": result.eval_loss_before, "busy_cores": busy_cores[1]}
         rows = [row.model_dump() for row in comparison]
         print_json({**end, "tokens": result.tokens, "seconds": result.seconds, "comparison": rows})
         return
     print_table(*comparison_table(comparison), title="\nForecast and measurement")
+    if busy := _busy_line(*busy_cores):
+        emit(busy)
     began = parts.session.restored.step if parts.session.restored else 0
     work = f"{count(result.tokens, 'token')} in {format_seconds(result.seconds)}"
     work += f", {result.tokens / result.seconds:.0f} tokens/s" if result.seconds else ""

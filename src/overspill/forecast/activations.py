@@ -14,7 +14,14 @@ from typing import Final
 from overspill.model import DecoderFacts, ModelShape
 from overspill.units import MiB
 
-__all__ = ["Batch", "Phase", "activation_phases", "boundary_bytes_per_token", "saved_bytes_per_token"]
+__all__ = [
+    "KEPT_BY_ACTIVATION",
+    "Batch",
+    "Phase",
+    "activation_phases",
+    "boundary_bytes_per_token",
+    "saved_bytes_per_token",
+]
 
 # [Note: Malloc] glibc (seen: 2.36) cannot give a freed aligned block to the next request of the same size, so a
 # heap of activations grows to 1.2 to 1.4 times what is alive, and keeps it. A session therefore maps large blocks
@@ -28,6 +35,10 @@ HEAP_RUNS: Final = 2
 #: Share of the saved activations that freed blocks between them add where the heap was not trimmed since, by bytes
 #: per element. Seen: 0.39 to 0.50 in bf16, 0.12 to 0.24 in fp32.
 HEAP_HOLES: Final = {2: 0.60, 4: 0.30}
+#: Copies of the scores in fp32 beside what is kept, where they come from that heap; where they are mapped, the scores
+#: (or their gradient) and the softmax's. Seen where they are most of the peak: 1.0 (math) and 1.9 (eager).
+SCORE_COPIES_IN_HEAP: Final = 3
+SCORE_COPIES: Final = 2
 #: Fresh gradients are freed one by one and leave holes that the next does not fit: in layers' gradients, during a
 #: layer's backward, and after all of them. Seen: up to 3.2 after all, wandering from step to step.
 GRADIENT_HOLES_IN_LAYER: Final = 2
@@ -37,8 +48,8 @@ _FP32: Final = 4
 _INT64: Final = 8
 # Tensors as wide as the MLP that an activation function keeps, its output included. relu keeps its output alone;
 # functions written in Python (gelu_new and others) keep what each operation needs.
-_KEPT_BY_ACTIVATION: Final = {"relu": 1, "gelu": 2, "gelu_pytorch_tanh": 2, "silu": 2, "swish": 2}
-_KEPT_BY_PYTHON_ACTIVATION: Final = 5
+KEPT_BY_ACTIVATION: Final = {"relu": 1, "gelu": 2, "gelu_pytorch_tanh": 2, "silu": 2, "swish": 2}
+KEPT_BY_PYTHON_ACTIVATION: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +92,31 @@ def norm_bytes_per_token(facts: DecoderFacts, element: int, width: int, rows: in
     return _FP32 * width + _FP32 * rows + normed * width  # the input in fp32; rsqrt; the normed value
 
 
+def scores_bytes_per_token(facts: DecoderFacts, element: int, seq_len: int) -> int:
+    """Formula `scores`: what attention keeps of each pair of tokens; nothing in the flash kernel."""
+    pairs = facts.heads * seq_len
+    if facts.attention == "math":
+        return _FP32 * 3 * pairs  # softmax, dropout mask and dropped weights, all in fp32
+    if facts.attention == "eager":
+        cast = element if element != _FP32 else 0  # the weights, where they are not the softmax itself
+        return (element + _FP32 + cast) * pairs  # capped scores; softmax in fp32
+    return 0
+
+
 def attention_bytes_per_token(facts: DecoderFacts, element: int, seq_len: int) -> int:
     """Formula `attention`: kept by projections and attention, the input of the projections left out."""
-    query, kv, pairs = facts.query_width, facts.kv_width, facts.heads * seq_len
+    query, kv = facts.query_width, facts.kv_width
+    scores = scores_bytes_per_token(facts, element, seq_len)
     norms = 0
     if facts.qk_norm:
         norms = norm_bytes_per_token(facts, element, query, facts.heads)
         norms += norm_bytes_per_token(facts, element, kv, facts.kv_heads)
     if facts.attention == "math":
-        # q, k, v in fp32 with k, v repeated; softmax, dropout mask and dropped weights in fp32; the output.
-        return norms + _FP32 * 3 * query + _FP32 * 3 * pairs + element * query
+        # q, k, v in fp32 with k, v repeated; the output.
+        return norms + _FP32 * 3 * query + scores + element * query
     if facts.attention == "eager":
-        # q, repeated k and v, output; capped scores, softmax in fp32, weights.
-        return norms + element * 4 * query + (2 * element + _FP32) * pairs
+        # q, repeated k and v, output.
+        return norms + element * 4 * query + scores
     projected = element * (query + 2 * kv)
     if facts.fused_qkv and facts.rotary:
         # v keeps the whole projection alive; rotated q and k; a copy of the output, whose layout follows q.
@@ -105,7 +128,7 @@ def mlp_bytes_per_token(facts: DecoderFacts, element: int) -> int:
     """Formula `mlp`: kept by the MLP, its input left out."""
     if facts.mlp != "plain":
         return element * 4 * facts.intermediate  # gate, act(gate), up, product
-    return element * _KEPT_BY_ACTIVATION.get(facts.activation, _KEPT_BY_PYTHON_ACTIVATION) * facts.intermediate
+    return element * KEPT_BY_ACTIVATION.get(facts.activation, KEPT_BY_PYTHON_ACTIVATION) * facts.intermediate
 
 
 def saved_bytes_per_token(facts: DecoderFacts, element: int, seq_len: int) -> int:
@@ -124,14 +147,32 @@ def boundary_bytes_per_token(facts: DecoderFacts, element: int) -> int:
     return element * facts.hidden
 
 
-def layer_scratch_bytes_per_token(facts: DecoderFacts, element: int, seq_len: int) -> int:
+def scores_are_mapped(facts: DecoderFacts, batch: Batch) -> bool:
+    """Whether each block of scores is mapped on its own, and so leaves no holes; see [Note: Malloc].
+
+    At the threshold itself they count as the heap's: so high was the peak that was seen there (gpt2-512-fp32).
+    """
+    if facts.attention == "flash":
+        return False
+    element = batch.element_nbytes if facts.attention == "eager" else _FP32
+    return element * facts.heads * batch.seq_len * batch.tokens > MMAP_THRESHOLD_NBYTES
+
+
+def score_scratch_bytes_per_token(facts: DecoderFacts, batch: Batch) -> int:
+    """Formula `score scratch`: copies of the scores beside the kept ones, in the forward and in a layer's backward."""
+    if facts.attention == "flash":
+        return 0
+    copies = SCORE_COPIES if scores_are_mapped(facts, batch) else SCORE_COPIES_IN_HEAP
+    return copies * _FP32 * facts.heads * batch.seq_len
+
+
+def layer_scratch_bytes_per_token(facts: DecoderFacts, batch: Batch) -> int:
     """Formula `layer scratch`: gradients of activations alive at once in one layer's backward, an upper bound."""
-    wide = 3 if facts.mlp != "plain" else _KEPT_BY_ACTIVATION.get(facts.activation, _KEPT_BY_PYTHON_ACTIVATION)
+    element = batch.element_nbytes
+    wide = 3 if facts.mlp != "plain" else KEPT_BY_ACTIVATION.get(facts.activation, KEPT_BY_PYTHON_ACTIVATION)
     mlp = element * (wide * facts.intermediate + 2 * facts.hidden)
     norm = 4 * _FP32 * facts.hidden + 3 * element * facts.hidden
-    attention = element * (4 * facts.query_width + 2 * facts.hidden)
-    if facts.attention != "flash":
-        attention += 3 * _FP32 * facts.heads * seq_len
+    attention = element * (4 * facts.query_width + 2 * facts.hidden) + score_scratch_bytes_per_token(facts, batch)
     return max(mlp, norm, attention)
 
 
@@ -151,9 +192,11 @@ def activation_phases(shape: ModelShape, batch: Batch) -> tuple[Phase, ...]:
     # Blocks that are mapped on their own leave no holes.
     small = element * facts.hidden * tokens < MMAP_THRESHOLD_NBYTES
     holes = HEAP_HOLES[element] if small else 0.0
-    recomputed = round(layer * (1 + holes)) if batch.checkpointing else 0
-    pairs = 3 * _FP32 * facts.heads * seq_len * tokens if facts.attention != "flash" else 0
-    forward = Phase("forward", saved + recomputed, 0, round(holes * facts.layers * kept) + pairs + _heap_nbytes())
+    mapped = scores_bytes_per_token(facts, element, seq_len) * tokens if scores_are_mapped(facts, batch) else 0
+    in_heap = kept if batch.checkpointing else layer - mapped  # of what a layer keeps
+    recomputed = layer + round(holes * (layer - mapped)) if batch.checkpointing else 0
+    scores = score_scratch_bytes_per_token(facts, batch) * tokens
+    forward = Phase("forward", saved + recomputed, 0, round(holes * facts.layers * in_heap) + scores + _heap_nbytes())
     logit = tokens * facts.vocab
 
     capped = element * logit if facts.logits_softcap else 0
@@ -170,7 +213,7 @@ def activation_phases(shape: ModelShape, batch: Batch) -> tuple[Phase, ...]:
     # From here on a tied head's gradient waits for that of the embeddings.
     waiting = head_weight if shape.tied_head else 0
     layer_weights = element * _largest_layer(shape)
-    layer_scratch = layer_scratch_bytes_per_token(facts, element, seq_len) * tokens
+    layer_scratch = layer_scratch_bytes_per_token(facts, batch) * tokens
     layer_backward = Phase(
         "backward of a layer",
         facts.layers * kept + recomputed + fixed,
@@ -180,7 +223,8 @@ def activation_phases(shape: ModelShape, batch: Batch) -> tuple[Phase, ...]:
     embedding = element * _numel_of_embedding(shape)
     # The sum with a tied head's gradient is a third tensor. What the layers freed is still the heap's, untrimmed.
     summed = embedding if waiting else 0
-    freed = facts.layers * kept + recomputed + GRADIENT_HOLES_AFTER_LAYERS * layer_weights if small else 0
+    again = recomputed - mapped if batch.checkpointing else 0
+    freed = facts.layers * in_heap + again + GRADIENT_HOLES_AFTER_LAYERS * layer_weights if small else 0
     embedding_backward = Phase(
         "backward of the embeddings",
         fixed,

@@ -84,6 +84,7 @@ class Forecast(Frozen):
     written_nbytes: dict[str, int]
     written_nbytes_committing: dict[str, int]
     step_seconds: float | None = None
+    busy_cores: float = Field(default=0.0, ge=0, description="Cores that others took while speeds were measured.")
     verdict: Literal["fits", "tight", "does not fit"]
     reason: str
     exact: bool = Field(default=True, description="Numbers are those of the optimizer with its state in full.")
@@ -166,6 +167,7 @@ def forecast(
             read_threads=plan.read_threads if plan else 2,
             write_threads=plan.write_threads if plan else 2,
         ),
+        busy_cores=machine.busy_cores,
         verdict=verdict,
         reason=reason,
         exact=form.exact,

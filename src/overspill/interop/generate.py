@@ -16,6 +16,7 @@ from overspill.interop.hf import (
     max_positions,
     model_directory,
 )
+from overspill.interop.sampling import refuse_odd_sampling
 
 __all__ = ["generate_text"]
 
@@ -29,6 +30,7 @@ def generate_text(
     temperature: float = 0.0,
     seed: int = 0,
     on_text: Callable[[str], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> str:
     """Continue ``prompt`` with the model of a directory or hub id; gives the new text alone.
 
@@ -36,13 +38,15 @@ def generate_text(
         chat: put the prompt through the tokenizer's chat template as a user's message.
         temperature: 0 takes the likeliest token each time; above, tokens are drawn, by ``seed``.
         on_text: called with each piece of text when it is known.
+        on_note: called with a sentence where the text ends at the model's last position.
 
     Raises:
-        OverspillError: OVS203 when chat is asked for and the tokenizer has no template; OVS205 when the prompt
-            fills the model's positions; those of loading.
+        OverspillError: OVS101 for a temperature or seed out of range; OVS203 when chat is asked for and the
+            tokenizer has no template; OVS205 when the prompt fills the model's positions; those of loading.
     """
     import torch
 
+    refuse_odd_sampling(temperature, seed)
     source = model_directory(directory)
     config = load_config(source)
     tokenizer = load_tokenizer(source)
@@ -59,6 +63,7 @@ def generate_text(
         )
     room = max_new_tokens if limit is None else min(max_new_tokens, limit - len(tokens))
     model = _model(source, config)
+    ends = _ends(model, tokenizer)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature}
@@ -70,11 +75,16 @@ def generate_text(
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=room,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            eos_token_id=_ends(model, tokenizer),
+            eos_token_id=ends,
             streamer=_streamer(tokenizer, on_text) if on_text is not None else None,
             **sampling,
         )
-    text: str = tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
+    new = output[0, len(tokens) :]
+    if on_note is not None and len(new) == room < max_new_tokens and new[-1].item() not in (ends or []):
+        on_note(
+            f"The answer ends at the model's last position, {limit}: it has room for {room} tokens after this prompt."
+        )
+    text: str = tokenizer.decode(new, skip_special_tokens=True)
     return text
 
 

@@ -9,6 +9,7 @@ from overspill.job.core import (
     ScheduleConfig,
     TrainConfig,
     read_job,
+    unread_options,
 )
 from overspill.job.layout import (
     DeviceConfig,
@@ -38,4 +39,5 @@ __all__ = [
     "TaskConfig",
     "TrainConfig",
     "read_job",
+    "unread_options",
 ]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from overspill.errors import OverspillError
 from overspill.files import parse_json, refuse_odd_texts
@@ -35,10 +35,41 @@ __all__ = [
     "ScheduleConfig",
     "TrainConfig",
     "read_job",
+    "unread_options",
 ]
 
+#: Options of the optimizer table that not every optimizer reads, with those that do.
+_READ_BY: Final[dict[str, tuple[str, ...]]] = {
+    "betas": ("adamw", "adam", "lion"),
+    "eps": ("adamw", "adam"),
+    "momentum": ("sgd",),
+    "dampening": ("sgd",),
+    "nesterov": ("sgd",),
+}
+_RUNNING: Final = ("adamw", "adam", "sgd", "lion")
+_LARGEST: Final = 3.4e38  # what fp32 holds, in which the kernels compute
 
-class ModelConfig(Frozen):
+
+def unread_options(optimizer: str) -> tuple[str, ...]:
+    """The options that this optimizer does not read; another value than the default is refused beside it."""
+    return tuple(option for option, readers in _READ_BY.items() if optimizer not in readers)
+
+
+class JobTable(Frozen):
+    """A table of the job file: what is written is what is meant. No text, 2.0 or true where a whole number is asked
+    for, and no number that is not finite."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_are_tuples(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+
+
+class ModelConfig(JobTable):
     """The model: a directory in Hugging Face form, or a hub id."""
 
     path: str = Field(description="Directory with config.json, tokenizer and *.safetensors; or a hub id.")
@@ -54,7 +85,7 @@ class ModelConfig(Frozen):
     freeze: tuple[str, ...] = Field(default=(), description="Glob patterns of parameter names that are not trained.")
 
 
-class DataConfig(Frozen):
+class DataConfig(JobTable):
     """The text: a .txt file, or .jsonl with text, prompt/completion or chat messages."""
 
     path: tuple[str, ...] | str = Field(default=(), description="File or files; .txt or .jsonl.")
@@ -78,7 +109,7 @@ OptimizerName = Literal[
 ]  # fmt: skip
 
 
-class OptimizerConfig(Frozen):
+class OptimizerConfig(JobTable):
     """The optimizer, in torch.optim's words where torch has it."""
 
     name: OptimizerName = Field(
@@ -97,14 +128,17 @@ class OptimizerConfig(Frozen):
     )
     rank: int = Field(default=128, ge=1, description="galore, apollo: rank of the projected state.")
     ema: bool = Field(default=False, description="An exponential average of the weights is kept beside them.")
-    lr: float = Field(default=1e-4, ge=0, description="Learning rate at the top of the schedule.")
+    lr: float = Field(default=1e-4, ge=0, le=_LARGEST, description="Learning rate at the top of the schedule.")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="Decay of the two moments; not for sgd.")
-    eps: float = Field(default=1e-8, ge=0, description="Added to the root of exp_avg_sq; adam and adamw.")
+    eps: float = Field(default=1e-8, ge=0, le=_LARGEST, description="Added to the root of exp_avg_sq; adam and adamw.")
     weight_decay: float = Field(
-        default=0.01, ge=0, description="Decoupled in adamw and lion, added to the gradient in adam and sgd."
+        default=0.01,
+        ge=0,
+        le=_LARGEST,
+        description="Decoupled in adamw and lion, added to the gradient in adam and sgd.",
     )
-    momentum: float = Field(default=0.0, ge=0, description="sgd only.")
-    dampening: float = Field(default=0.0, description="sgd only.")
+    momentum: float = Field(default=0.0, ge=0, le=_LARGEST, description="sgd only.")
+    dampening: float = Field(default=0.0, ge=-_LARGEST, le=_LARGEST, description="sgd only.")
     nesterov: bool = Field(default=False, description="sgd only.")
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="Clip the gradient's global norm to this; 0 = off."
@@ -116,7 +150,8 @@ class OptimizerConfig(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _zero_turns_clipping_off(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("max_grad_norm") == 0:
+        norm = data.get("max_grad_norm") if isinstance(data, dict) else None
+        if isinstance(norm, int | float) and not isinstance(norm, bool) and norm == 0:
             return {**data, "max_grad_norm": None}
         return data
 
@@ -134,8 +169,18 @@ class OptimizerConfig(Frozen):
             raise ValueError("It needs a momentum above 0 and no dampening")
         return nesterov
 
+    @field_validator(*_READ_BY)
+    @classmethod
+    def _read_by_this_optimizer(cls, value: Any, others: ValidationInfo) -> Any:
+        name, option = others.data.get("name"), others.field_name
+        assert option is not None
+        if name in _RUNNING and name not in _READ_BY[option] and value != cls.model_fields[option].default:
+            readers = ", ".join(_READ_BY[option])
+            raise ValueError(f'It is for {readers}, and optimizer.name = "{name}" does not read it; leave it out')
+        return value
 
-class ScheduleConfig(Frozen):
+
+class ScheduleConfig(JobTable):
     """The learning rate over the steps: linear warm-up, then the named decay."""
 
     kind: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Decay after the warm-up.")
@@ -145,7 +190,7 @@ class ScheduleConfig(Frozen):
     )
 
 
-class TrainConfig(Frozen):
+class TrainConfig(JobTable):
     """How long, in what portions, and what is written down."""
 
     steps: int | None = Field(default=None, ge=1, description="Optimizer steps; or give epochs.")
@@ -171,7 +216,7 @@ class TrainConfig(Frozen):
         return self
 
 
-class PlanConfig(Frozen):
+class PlanConfig(JobTable):
     """Wishes for the plan; what is left out is chosen for the machine."""
 
     memory: Nbytes | None = Field(

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from overspill.errors import OverspillError
 from overspill.forecast.budget import CHUNK_NUMEL, Division, divide, smallest_budget
-from overspill.forecast.core import BASE_NBYTES, default_budget, reserve_of, shape_of, step_seconds
+from overspill.forecast.core import BASE_NBYTES, WORKER_NBYTES, default_budget, reserve_of, shape_of, step_seconds
 from overspill.forecast.state import TrainingState, training_state
 from overspill.job import Job
 from overspill.machine import Machine
@@ -28,6 +28,8 @@ __all__ = ["plan"]
 _STEP_SECONDS_MARGIN = 2.0
 #: A choice: from 2 to 8 threads the same mixed speed was measured (docs/decisions/0002-disk-store.md).
 _MOST_IO_THREADS = 4
+#: More steps than any run has, so that any work at risk is a number of them.
+_MOST_STEPS = 2.0**53
 
 
 def plan(
@@ -68,7 +70,8 @@ def plan(
     fraction = wishes.disk_fraction if wishes.optimizer_state == "mixed" else None
     division = divide(state, reserve, budget, wishes.optimizer_state, fraction)
     if division is None:
-        _refuse(job, state, reserve, budget)
+        workers_nbytes = job.data.num_workers * WORKER_NBYTES if reserve_nbytes is None else 0  # part of the reserve
+        _refuse(job, state, reserve, budget, workers_nbytes=workers_nbytes)
 
     places = tuple(Path(one) for one in (wishes.directories or directories))
     overlap = Overlap(wishes.overlap)
@@ -120,7 +123,7 @@ def _budget(job: Job, machine: Machine, base_nbytes: int) -> int:
     return wanted
 
 
-def _refuse(job: Job, state: TrainingState, reserve: int, budget: int) -> NoReturn:
+def _refuse(job: Job, state: TrainingState, reserve: int, budget: int, *, workers_nbytes: int) -> NoReturn:
     """OVS301, naming the largest single need, how much it is, and the smallest budget that works."""
     wish = job.plan.optimizer_state
     fraction = job.plan.disk_fraction if wish == "mixed" else None
@@ -128,15 +131,18 @@ def _refuse(job: Job, state: TrainingState, reserve: int, budget: int) -> NoRetu
     needs = {
         "weights": state.weights_nbytes,
         "gradients": state.gradients_nbytes,
-        "activations, logits and scratch": reserve,
+        "activations, logits and scratch": reserve - workers_nbytes,
+        "data workers": workers_nbytes,
         "optimizer state and staging": smallest - state.weights_nbytes - state.gradients_nbytes - reserve,
     }
     largest = max(needs, key=lambda name: needs[name])
-    listed = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in needs.items())
+    listed = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in needs.items() if nbytes)
     hints = [f"Set plan.memory to {_rounded_up(smallest)} or more"]
     if needs["activations, logits and scratch"] > budget // 4:
         shorter = "" if job.model.gradient_checkpointing else ", set model.gradient_checkpointing = true"
         hints.append(f"lower train.micro_batch or data.seq_len{shorter}")
+    if workers_nbytes > budget // 4:
+        hints.append(f"lower data.num_workers: each of the {job.data.num_workers} takes {format_nbytes(WORKER_NBYTES)}")
     if wish in ("host", "mixed"):
         hints.append('set plan.optimizer_state = "auto", which moves optimizer state to disk')
     raise OverspillError(
@@ -177,4 +183,5 @@ def _durability(job: Job, seconds: float | None) -> Durability:
         return Durability(every_steps=int(wish))
     if seconds is None or seconds <= 0:
         return Durability(every_steps=1)
-    return Durability(every_steps=max(1, math.floor(job.plan.at_risk / (_STEP_SECONDS_MARGIN * seconds))))
+    steps = min(job.plan.at_risk / (_STEP_SECONDS_MARGIN * seconds), _MOST_STEPS)
+    return Durability(every_steps=max(1, math.floor(steps)))

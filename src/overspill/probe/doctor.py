@@ -176,10 +176,19 @@ def _library(name: str) -> Finding:
 
 
 def _writable(disk: Disk) -> Finding:
-    at = nearest_existing(Path(disk.directory))
+    directory = Path(disk.directory).expanduser()
+    at = nearest_existing(directory)
     why = "Optimizer state and checkpoints are written there."
+    name, what = f"disk {disk.directory}", f"{disk.filesystem or 'unknown file system'} at {at}"
+    if directory.exists() and not directory.is_dir():
+        return Finding(
+            name=name,
+            status="fail",
+            what="this is no directory",
+            why=why,
+            what_to_do="Give the directory that holds it.",
+        )
     if os.access(at, os.W_OK | os.X_OK):
-        name, what = f"disk {disk.directory}", f"{disk.filesystem or 'unknown file system'} at {at}"
         if disk.filesystem in _IN_MEMORY:
             return Finding(
                 name=name,
@@ -187,6 +196,14 @@ def _writable(disk: Disk) -> Finding:
                 what=what,
                 why="This file system is memory: state put there comes out of the same DRAM, and is gone after a boot.",
                 what_to_do="Set plan.directories to a directory on a drive.",
+            )
+        if not directory.is_dir():
+            return Finding(
+                name=name,
+                status="warn",
+                what=f"the directory does not exist; what follows is that of {at}, the nearest one that does ({what})",
+                why=why,
+                what_to_do="A run makes it. If it should be there, correct the path or mount its disk.",
             )
         return Finding(name=name, status="ok", what=what, why=why)
     return Finding(

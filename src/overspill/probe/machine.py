@@ -14,6 +14,7 @@ from pathlib import Path
 
 from overspill.machine import Accelerator, Machine
 from overspill.probe.disk import SPEED_TEST_NBYTES, probe_disk
+from overspill.probe.load import OthersLoad
 from overspill.probe.memory import measure_matmul, measure_memory, pinned_limit, read_memory
 
 __all__ = ["find_accelerators", "probe", "simd_level"]
@@ -34,8 +35,9 @@ def probe(
         accelerators: also look for accelerators through torch, where it can be imported.
     """
     memory = read_memory()
+    others = OthersLoad()
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(
+    machine = Machine(
         name=platform.node() or "this machine",
         cpu=_cpu_name(),
         simd=simd_level() or "",
@@ -49,6 +51,7 @@ def probe(
         accelerators=find_accelerators() if accelerators else (),
         disks=tuple(probe_disk(one, measure=measure, speed_test_nbytes=speed_test_nbytes) for one in directories),
     )
+    return machine.model_copy(update={"busy_cores": others.cores() or 0.0}) if measure else machine
 
 
 def simd_level() -> str | None:

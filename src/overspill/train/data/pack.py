@@ -33,11 +33,14 @@ class Packer:
 
     dropped_tokens: of the incomplete sequence at the very end, after `finish`.
     unlabelled_tokens: of sequences in which no label counts.
+    cut_documents, unlabelled_documents: none; a document is never dropped as one.
     """
 
     seq_len: int
     dropped_tokens: int = 0
     unlabelled_tokens: int = 0
+    cut_documents: int = 0
+    unlabelled_documents: int = 0
     _tokens: list[Tokens] = field(default_factory=list)
     _counted: list[Counted] = field(default_factory=list)
     _held: int = 0
@@ -79,11 +82,14 @@ class Padder:
 
     dropped_tokens: cut off from documents that are too long.
     unlabelled_tokens: of sequences in which no label counts.
+    cut_documents: that are too long; unlabelled_documents: that gave no sequence, since no label counts.
     """
 
     seq_len: int
     dropped_tokens: int = 0
     unlabelled_tokens: int = 0
+    cut_documents: int = 0
+    unlabelled_documents: int = 0
     _tokens: list[Tokens] = field(default_factory=list)
     _counted: list[Counted] = field(default_factory=list)
 
@@ -101,13 +107,17 @@ class Padder:
         self._tokens, self._counted = [], []
         if not divisible and len(tokens) > self.seq_len:
             self.dropped_tokens += len(tokens) - self.seq_len
+            self.cut_documents += 1
             tokens, counted = tokens[: self.seq_len], counted[: self.seq_len]
+        gave = False
         for begin in range(0, len(tokens), self.seq_len):
             cut = slice(begin, begin + self.seq_len)
             if _has_label(counted[cut]):
+                gave = True
                 yield tokens[cut], counted[cut]
             else:
                 self.unlabelled_tokens += len(tokens[cut])
+        self.unlabelled_documents += not gave
 
     def finish(self) -> None:
         assert not self._tokens, "the last document was not ended"

@@ -2,7 +2,8 @@
 
 The token files carry a key made from the data files' contents, the tokenizer and the settings that change tokens;
 where the key is the same nothing is tokenised anew. A run that has counted its position on token files keeps them:
-they are never replaced by others, and suffice when the data files are gone. Tokens pass through in pieces, so host
+they are never replaced by others, and suffice when the data files are gone. Damaged ones are made again, and must
+come out the same. Tokens pass through in pieces, so host
 memory stays small.
 """
 
@@ -21,7 +22,15 @@ from overspill.job import DataConfig
 from overspill.train.data.dataset import SequenceDataset
 from overspill.train.data.pack import Packer, Padder
 from overspill.train.data.rows import data_files, read_rows, unusable
-from overspill.train.data.store import FORMAT, DataFacts, TokenWriter, file_digest, read_facts, token_dtype
+from overspill.train.data.store import (
+    FORMAT,
+    DataFacts,
+    TokenWriter,
+    damaged_file,
+    file_digest,
+    read_facts,
+    token_dtype,
+)
 from overspill.train.data.tokenise import Tokeniser
 
 __all__ = ["PreparedData", "prepare_data"]
@@ -57,8 +66,8 @@ def prepare_data(
     Raises:
         OverspillError: OVS204 for data that cannot be used, by file and line; OVS205 when ``seq_len`` exceeds
             ``max_positions``; OVS203 for a tokenizer that lacks an end-of-text token or a chat template; OVS401 or
-            OVS402 when the token files cannot be written; OVS602, before anything is written, when they would be
-            others than the expected ones.
+            OVS402 when the token files cannot be written; OVS602, before any is replaced, when they would be
+            others than the expected ones; OVS404 when one is damaged and the data files are gone.
     """
     if max_positions is not None and config.seq_len > max_positions:
         raise OverspillError(
@@ -77,14 +86,62 @@ def prepare_data(
         key = _key(files, settings_key)
         if expected_key is not None and key != expected_key:
             raise _another(config, target)
-        facts = read_facts(target, key)
-        reused = facts is not None
-        if facts is None:
-            facts = _write(config, files, tokenizer, target, key, settings_key)
+        there = read_facts(target, key)
+        damage = damaged_file(target, there) if there is not None else None
+        reused = there is not None and damage is None
+        if there is not None and damage is None:
+            facts = there
+        else:
+            again = damage is not None or expected_key is not None
+            facts = _write(config, files, tokenizer, target, key, settings_key, there if again else None)
+            if again:
+                what = f"{damage[0]} is damaged ({damage[1]})" if damage else f"{target} held no whole index"
+                notes += (f"{what}; the tokens were made anew from the text.",)
     held_out = _held_out(config, facts)
     train = SequenceDataset(target, facts, held_out=held_out, part="train")
     evaluation = SequenceDataset(target, facts, held_out=held_out, part="eval") if held_out else None
-    return PreparedData(train, evaluation, facts, reused, notes)
+    return PreparedData(train, evaluation, facts, reused, (*notes, *_left_out(facts)))
+
+
+def _left_out(facts: DataFacts) -> list[str]:
+    """What of the text is not trained on, one sentence for each kind."""
+    rows = facts.rows + facts.skipped_rows
+    said = []
+    if facts.skipped_rows:
+        texts = facts.skipped_by_kind.get("text", 0)
+        answers = sum(facts.skipped_by_kind.values()) - texts
+        if not facts.skipped_by_kind:  # of an earlier version
+            said.append(
+                f"{_of(facts.skipped_rows, rows)} no text or no answer and {_are(facts.skipped_rows)} left out."
+            )
+        if answers:
+            said.append(f"{_of(answers, rows)} no answer and {_are(answers)} left out.")
+        if texts:
+            said.append(f"{_of(texts, rows)} no text and {_are(texts)} left out.")
+    if facts.cut_rows:
+        said.append(
+            f"{facts.cut_rows} of {rows} rows {_are(facts.cut_rows)} longer than data.seq_len = {facts.seq_len} tokens "
+            f"and {_are(facts.cut_rows)} cut off there; {facts.dropped_tokens} tokens are left out."
+        )
+    if facts.unlabelled_rows:
+        said.append(
+            f"{_of(facts.unlabelled_rows, rows)} no token that the loss counts within data.seq_len = {facts.seq_len} "
+            f"tokens and {_are(facts.unlabelled_rows)} left out."
+        )
+    if facts.packing and (sequences := facts.unlabelled_tokens // facts.seq_len):
+        said.append(
+            f"{_of(sequences, sequences + facts.sequences, 'sequences')} no token that the loss counts and "
+            f"{_are(sequences)} left out."
+        )
+    return said
+
+
+def _of(count: int, total: int, what: str = "rows") -> str:
+    return f"{count} of {total} {what} {'has' if count == 1 else 'have'}"
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _kept(
@@ -98,6 +155,13 @@ def _kept(
         return None, ()
     if facts.settings_key != settings_key:
         raise _another(config, target)
+    if damage := damaged_file(target, facts):
+        raise OverspillError(
+            "OVS404",
+            f"A token file of the run is damaged ({damage[1]}), and the text that it was made of is gone.",
+            field=str(damage[0]),
+            next_step=f"Put {missing[0]} back: the tokens are then made anew.",
+        )
     return facts, (f"{missing[0]} is no longer there; the run goes on with the tokens that it made of it.",)
 
 
@@ -129,12 +193,20 @@ def _settings_key(config: DataConfig, tokenizer: Any) -> str:
 
 
 def _write(
-    config: DataConfig, files: list[Path], tokenizer: Any, target: Path, key: str, settings_key: str
+    config: DataConfig,
+    files: list[Path],
+    tokenizer: Any,
+    target: Path,
+    key: str,
+    settings_key: str,
+    same_as: DataFacts | None,
 ) -> DataFacts:
+    """Tokenise into ``target``. ``same_as``: of the damaged files there, which are replaced by the same tokens only."""
     tokeniser = Tokeniser(tokenizer, train_on_prompt=config.train_on_prompt, raw_pairs=config.format == "completion")
     packer: Packer | Padder = Packer(config.seq_len) if config.packing else Padder(config.seq_len)
     rows_by_kind: Counter[str] = Counter()
-    skipped = seen_tokens = 0
+    skipped: Counter[str] = Counter()
+    seen_tokens = 0
     dtype = token_dtype(len(tokenizer))
     with TokenWriter(target, dtype) as writer:
         for row in read_rows(files, config.format):
@@ -147,7 +219,7 @@ def _write(
             for sequence in packer.end_document(divisible=kind == "text"):
                 writer.append(sequence)
             if seen_tokens == held:
-                skipped += 1
+                skipped[kind] += 1
             else:
                 rows_by_kind[kind] += 1
         packer.finish()
@@ -164,11 +236,22 @@ def _write(
             counted_tokens=writer.counted_tokens,
             rows=sum(rows_by_kind.values()),
             rows_by_kind=dict(sorted(rows_by_kind.items())),
-            skipped_rows=skipped,
+            skipped_rows=sum(skipped.values()),
             dropped_tokens=packer.dropped_tokens,
             unlabelled_tokens=packer.unlabelled_tokens,
+            skipped_by_kind=dict(sorted(skipped.items())),
+            cut_rows=packer.cut_documents,
+            unlabelled_rows=packer.unlabelled_documents,
+            digests=writer.digests,
         )
         _check(facts, files, seen_tokens)
+        if same_as is not None and same_as.digests and facts.digests != same_as.digests:
+            raise OverspillError(
+                "OVS602",
+                "A token file of the run is damaged, and the text gives other tokens now than when the run began.",
+                field=str(target),
+                next_step="Install the version of tokenizers that the run was begun with, or start a new run.",
+            )
         writer.finish(facts)
     return facts
 
@@ -176,7 +259,11 @@ def _write(
 def _check(facts: DataFacts, files: list[Path], seen_tokens: int) -> None:
     where = ", ".join(str(file) for file in files)
     if facts.rows == 0:
-        unusable(f"The data gives no usable row ({facts.skipped_rows} without text).", where)
+        unusable(
+            f"The data gives no usable row: {facts.skipped_rows} without text or answer.",
+            where,
+            "Name a file in data.path whose rows hold text, or answers.",
+        )
     if facts.sequences == 0 and facts.packing and seen_tokens < facts.seq_len:
         raise OverspillError(
             "OVS204",

@@ -95,7 +95,7 @@ class Tokeniser:
             yield self._part(self._before, False)
             yield from self._segments([(prompt, False), (row.completion, True)])
             yield self._part(self._after, True)
-        else:
+        elif row.messages or row.completion.strip():
             yield from self._chat(row)
 
     def _part(self, tokens: list[int], counted: bool) -> tuple[Tokens, Counted]:
