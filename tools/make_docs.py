@@ -22,7 +22,7 @@ from overspill.cli.main import app  # noqa: E402
 from overspill.cli.starter import job_tables, starter_text, toml_value  # noqa: E402
 from overspill.errors import CODES  # noqa: E402
 from overspill.forecast.activations import KEPT_BY_ACTIVATION  # noqa: E402
-from overspill.model.families import FAMILIES  # noqa: E402
+from overspill.model.read import trainable_families  # noqa: E402
 from overspill.report import StepReport  # noqa: E402
 
 REFERENCE = REPOSITORY / "docs" / "reference"
@@ -86,10 +86,10 @@ def models_page() -> str:
         MARK,
         "# Models",
         "",
-        "`overspill forecast` and `overspill train` take the families whose shapes and activations the forecast",
-        "knows. A model's family is `model_type` in its config.json:",
+        "`overspill train`, and a forecast of a run on this machine, take the families whose activations on a CPU are",
+        "known. A model's family is `model_type` in its config.json:",
         "",
-        *(f"- `{family}`" for family in sorted(FAMILIES)),
+        *(f"- `{family}`" for family in trainable_families()),
         "",
         f"Of activation functions, {native} keep what torch's own functions keep; any other is counted as",
         "one that is written in Python, which keeps more. Weights are safetensors, not quantised, and no code of a",

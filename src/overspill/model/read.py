@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from overspill.catalog.models import CatalogModel, find_model, nearest_names, same_shape_by_name
+from overspill.catalog.models import CatalogModel, every_model, find_model, nearest_names, same_shape_by_name
 from overspill.errors import OverspillError
 from overspill.files import parse_json
 from overspill.model.shape import ModelShape
 
-__all__ = ["FoundModel", "read_config", "read_model"]
+__all__ = ["FoundModel", "read_config", "read_model", "trainable_families"]
 
 
 @dataclass(frozen=True)
@@ -116,3 +116,13 @@ def _cached_snapshot(hub_id: str) -> Path | None:
         return None
     snapshot = model / "snapshots" / reference.read_text(encoding="utf-8").strip()
     return snapshot if snapshot.is_dir() else None
+
+
+def trainable_families() -> tuple[str, ...]:
+    """Families of the catalogue whose activations on a CPU are known: what `overspill train` takes."""
+    found = {}
+    for model in every_model():
+        family = str(model.config["model_type"])
+        if not found.get(family):
+            found[family] = ModelShape.from_config(model.config).decoder is not None
+    return tuple(sorted(family for family, known in found.items() if known))
