@@ -120,7 +120,7 @@ def _cached_snapshot(hub_id: str) -> Path | None:
 
 def trainable_families() -> tuple[str, ...]:
     """Families of the catalogue whose activations on a CPU are known: what `overspill train` takes."""
-    found = {}
+    found: dict[str, bool] = {}
     for model in every_model():
         family = str(model.config["model_type"])
         if not found.get(family):
