@@ -24,6 +24,10 @@ _WORLD = 1
 #: What is uncertain of allocated itself: batches that differ from the one forecast, kernels of another version.
 #: Source: the scoreboard's 90th percentile of |error|, docs/scoreboard.md.
 ALLOCATED_SPREAD = 0.03
+#: The same under torch.compile, whose fusion and buffer reuse differ by release and are not modelled: the range of one
+#: configuration over the torch and torchtitan releases of a year (pytorch/ao, docs/source/workflows/training.md:
+#: 33.7 to 47.7).
+COMPILED_SPREAD = 0.12
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Shown:
 def needed(allocated_nbytes: int, resolved: Resolved, *, torch: str | None = None) -> tuple[Range, Range]:
     """(allocated, what the card must have): the latter when the allocator gives back all that it caches."""
     low_extra, high_extra = _outside(resolved, torch)
-    spread = round(allocated_nbytes * ALLOCATED_SPREAD)
+    spread = round(allocated_nbytes * (COMPILED_SPREAD if resolved.style.compiled else ALLOCATED_SPREAD))
     allocated = Range(allocated_nbytes - spread, allocated_nbytes, allocated_nbytes + spread)
     middle = (low_extra + high_extra) // 2
     return allocated, Range(allocated.low + low_extra, allocated.likely + middle, allocated.high + high_extra)
@@ -61,9 +65,11 @@ def shown(
     capacity_nbytes: int | None,
     torch: str | None = None,
     logits_nbytes: int = 0,
+    loaded_nbytes: int = 0,
 ) -> Shown:
     """The figures of one rank. capacity_nbytes: what the runtime offers, less what others hold; None: not known.
-    logits_nbytes: of the peak, where it is in the loss."""
+    logits_nbytes: of the peak, where it is in the loss. loaded_nbytes: of a model that is whole on the card before it
+    is split ([Note: Loaded whole])."""
     free = replay(events, settings)
     # The closed form counts what the stream leaves out (gradients in flight, gathered units): the larger is right.
     scale = max(1.0, allocated_nbytes / max(1, free.allocated_peak_nbytes))
@@ -75,11 +81,18 @@ def shown(
     streams = _stream_nbytes(resolved, likely - allocated_nbytes, allocated_nbytes)
     stranded = logits_nbytes if not resolved.compiled_loss else 0
     block = min(_largest_transient(events), stranded) if stranded else 0
-    low = round(max(allocated_nbytes, likely * (1 - ALLOCATED_SPREAD)))
-    high = round(likely * (1 + 2 * ALLOCATED_SPREAD)) + streams + 2 * block
+    spread = COMPILED_SPREAD if resolved.style.compiled else ALLOCATED_SPREAD
+    low = round(min(likely, max(allocated_nbytes * (1 - spread), likely * (1 - spread))))
+    high = round(likely * (1 + 2 * spread)) + streams + 2 * block
     likely += block
     middle = (low_extra + high_extra) // 2
     reserved = Range(low, likely + streams // 2, high)
+    if loaded_nbytes:
+        # [Note: Loaded whole] A quantised model is made on every card before FSDP splits it, unit by unit, while the
+        # whole one is still there: at most a share comes on top, and the allocator keeps what it had.
+        share = loaded_nbytes // max(1, resolved.sharding.ranks)
+        low, high = max(low, loaded_nbytes), max(high, loaded_nbytes + share)
+        reserved = Range(low, max(reserved.likely, loaded_nbytes + share // 2), high)
     smi = Range(low + low_extra, reserved.likely + middle, high + high_extra)
     if capacity_nbytes is not None and fits:
         reserved = _capped(reserved, capacity_nbytes - low_extra)
@@ -119,8 +132,8 @@ def _communicators(resolved: Resolved) -> int:
 def _stream_nbytes(resolved: Resolved, cached: int, allocated: int) -> int:
     """Blocks that a collective's stream still uses when their owner lets go (record_stream) cannot be reused at once:
     at worst as much again as the transient part has cached."""
-    if not resolved.sharding.splits_weights:
-        return 0
+    if not resolved.sharding.splits_weights or resolved.sharding.kind == "fsdp2":
+        return 0  # FSDP2 waits for events instead (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py)
     return max(cached, allocated // 10)
 
 

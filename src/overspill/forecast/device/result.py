@@ -174,7 +174,7 @@ def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, 
         events = step_events(facts, rank.units, rank.resolved, run_of_rank(job, facts, rank.resolved))
         return shown(
             peak.total_nbytes, events, rank.resolved, settings, capacity_nbytes=room, torch=torch,
-            logits_nbytes=peak.logits,
+            logits_nbytes=peak.logits, loaded_nbytes=_loaded_nbytes(job, rank),
         )  # fmt: skip
 
     probability = verdict = None
@@ -228,6 +228,13 @@ def refuse_long(job: Job, shape: ModelShape) -> None:
             value=job.data.seq_len,
             limit=limit,
         )
+
+
+def _loaded_nbytes(job: Job, rank: Rank) -> int:
+    """Of a quantised base under FSDP: the model whole, before it is split."""
+    if job.method.base is None or not rank.resolved.sharding.kind.startswith("fsdp"):
+        return 0
+    return rank.rest.weights * rank.resolved.sharding.ranks
 
 
 def _trained(job: Job, rank: Rank) -> int:

@@ -126,7 +126,10 @@ class _Stream:
         whole: list[Tensor] = []
         for number, (kind, unit) in reversed(list(enumerate(self.layers))):
             if number % self.group:
-                others.pop()
+                other = others.pop()
+                if resolved.sharding.retains_inputs:
+                    retained += [other, tape.scratch(other.nbytes)]
+                del other
                 gradients += self._reduced(unit)
                 continue
             boundary, kept_out = graphs.pop()
@@ -246,7 +249,7 @@ def step_events(
     run_of: Callable[[LayerKind], Run],
     *,
     steps: int = 2,
-    runs: int = 16,
+    runs: int = 40,
 ) -> list[Event]:
     """The events of ``steps`` steps from a fresh process on. runs: layers that are run; the others only keep theirs.
 
