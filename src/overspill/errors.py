@@ -62,22 +62,22 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS108": ErrorCode(
         "a job that can be forecast, but not run",
         "The job holds a value that the forecast reads and `overspill train` does not carry out yet.",
-        "Take the value out, or change it to what the message names; `overspill forecast` takes it as it is.",
+        "Take the value out, or change it as the sentence above says; `overspill forecast` takes it as it is.",
     ),
     "OVS109": ErrorCode(
         "a configuration cannot be read as a job",
         "A file of another framework names no model, has a shape that its framework does not take, or is no YAML.",
-        "Give what is missing as a flag, for example --model; the message names the keys that were read.",
+        "Give what is missing as a flag, for example --model; the keys that were read are named above.",
     ),
     "OVS110": ErrorCode(
         "the accelerator is not known",
         "The name is in no catalogue, or it stands for several cards that hold different amounts of memory.",
-        "Choose one of the names in the message, or describe your card in overspill.toml.",
+        "Choose one of the names above, or describe your card in overspill.toml.",
     ),
     "OVS111": ErrorCode(
         "overspill.toml cannot be read",
         "A file with facts of your own, beside the job or in ~/.config/overspill, is no TOML or cannot be opened.",
-        "Correct the file that the message names, or move it away.",
+        "Correct the file named above, or move it away.",
     ),
     # 2xx: the model and the data
     "OVS201": ErrorCode(
@@ -170,7 +170,7 @@ CODES: Final[dict[str, ErrorCode]] = {
     "OVS408": ErrorCode(
         "the state belongs to another directory",
         "The run is a copy of one that keeps its state in plan.directories, and the original is still there.",
-        "Go on with the original; the message names both. A copy takes the state over once the original is moved away.",
+        "Go on with the original; both are named above. A copy takes the state over once the original is moved away.",
     ),
     # 5xx: the session
     "OVS501": ErrorCode(
