@@ -16,6 +16,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -116,7 +117,7 @@ def worker(args: argparse.Namespace) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     params = sum(p.numel() for p in model.parameters())
-    share = resident_share(args, params, base_nbytes)
+    share = resident_share(args, params, base_nbytes, forecast_activations_nbytes(args, config))
     plan = Plan(
         memory_nbytes=budget_nbytes(args, base_nbytes),
         optimizer_state=Placement(host=share, disk=1 - share),
@@ -218,7 +219,22 @@ def budget_nbytes(args: argparse.Namespace, base_nbytes: int) -> int:
     return (args.memory_mib << 20) - base_nbytes - (args.files_mib << 20)
 
 
-def resident_share(args: argparse.Namespace, params: int, base_nbytes: int) -> float:
+def forecast_activations_nbytes(args: argparse.Namespace, config: Any) -> int:
+    """What Overspill forecasts beside the state for this batch, and a fifth: torch's matmuls keep buffers of theirs."""
+    from overspill.forecast.activations import Batch, activation_phases
+    from overspill.model import read_model
+
+    if args.activations_mib is not None:
+        return int(args.activations_mib << 20)
+    with tempfile.TemporaryDirectory() as directory:
+        config.architectures = ["Qwen2ForCausalLM"]
+        config.save_pretrained(directory)
+        shape = read_model(directory).shape
+    batch = Batch(args.micro_batch, args.seq_len, 4 if args.dtype == "fp32" else 2, logits_held=True)
+    return max(phase.nbytes for phase in activation_phases(shape, batch)) * 6 // 5
+
+
+def resident_share(args: argparse.Namespace, params: int, base_nbytes: int, activations_nbytes: int) -> float:
     """Which share of the optimizer state stays in memory: all, none, or what the limit leaves room for."""
     if args.resident_share is not None:
         return float(args.resident_share)
@@ -228,13 +244,7 @@ def resident_share(args: argparse.Namespace, params: int, base_nbytes: int) -> f
         raise SystemExit("--placement mixed needs --memory or --resident-share")
     weight = 2 if args.dtype == "bf16" else 4
     state = 8 if args.dtype == "fp32" else 12 if args.state_format == "fp32-master" else 10
-    fixed = (
-        base_nbytes
-        + (args.files_mib << 20)
-        + 2 * weight * params
-        + (args.staging_mib << 20)
-        + (args.activations_mib << 20)
-    )
+    fixed = base_nbytes + (args.files_mib << 20) + 2 * weight * params + (args.staging_mib << 20) + activations_nbytes
     return max(0.0, min(1.0, ((args.memory_mib << 20) - fixed) / (state * params)))
 
 
@@ -293,7 +303,9 @@ def main() -> None:
     parser.add_argument("--placement", choices=["host", "disk", "mixed"], default="disk")
     parser.add_argument("--resident-share", type=float, help="share of the state that stays in memory")
     parser.add_argument("--memory", dest="memory_mib", type=mebibytes, default=0, help='cgroup limit, as "1200MiB"')
-    parser.add_argument("--activations-mib", type=int, default=220, help="room for activations, with --placement mixed")
+    parser.add_argument(
+        "--activations-mib", type=int, help="room for activations, with --placement mixed; else what is forecast"
+    )
     parser.add_argument("--files-mib", type=int, default=80, help="pages of libraries that stay in use")
     parser.add_argument("--durability", default="checkpoint", help='"checkpoint", or a number of steps')
     parser.add_argument("--state-format", choices=["exact", "fp32-master"], default="exact")
