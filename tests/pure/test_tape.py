@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overspill.forecast.events import Kind
 from overspill.forecast.tape import Category, Memory, Parameter, Tape, Tensor, ops
 
 KiB = 1024
@@ -69,8 +70,8 @@ def test_the_log_has_every_block_come_and_go_once() -> None:
     x = tape.new(1024, 4)
     y = tape.new(512, 4)
     del x, y
-    came = [block for block, nbytes in memory.log if nbytes]
-    assert came == [block for block, nbytes in memory.log if not nbytes] == [1, 2]
+    came = [event.block for event in memory.log if event.kind is Kind.MALLOC]
+    assert came == [event.block for event in memory.log if event.kind is Kind.FREE] == [1, 2]
 
 
 def test_without_recording_nothing_is_kept() -> None:

@@ -12,11 +12,16 @@ from overspill.forecast.layers.litgpt_head import litgpt_head_figures
 from overspill.forecast.layers.run import Run
 from overspill.model.facts import LayerKind, ModelFacts
 
-__all__ = ["early_layers", "final_figures"]
+__all__ = ["early_layers", "early_runs", "final_figures"]
 
 
 def early_layers(resolved: Resolved, kinds: list[tuple[LayerKind, Run]]) -> dict[int, LayerFigures]:
     """By position: layers whose input needs no gradient as nothing before them is trained, or without the prompt."""
+    return {position: layer_figures(kind, run) for position, (kind, run) in early_runs(resolved, kinds).items()}
+
+
+def early_runs(resolved: Resolved, kinds: list[tuple[LayerKind, Run]]) -> dict[int, tuple[LayerKind, Run]]:
+    """How those layers run, by position."""
     code = resolved.style.litgpt
     if code is None or not resolved.frozen_embedding:
         return {}
@@ -26,7 +31,7 @@ def early_layers(resolved: Resolved, kinds: list[tuple[LayerKind, Run]]) -> dict
             prompted = position >= resolved.first_prompt
             first = position == 0 if code.prompt != "adapter" else position <= resolved.first_prompt
             if first or not prompted:
-                early[position] = layer_figures(kind, replace(run, input_needs_grad=not first, prompted=prompted))
+                early[position] = (kind, replace(run, input_needs_grad=not first, prompted=prompted))
     return early
 
 

@@ -12,9 +12,10 @@ import math
 from dataclasses import dataclass
 
 from overspill.catalog.overheads import context, nccl_communicator
-from overspill.forecast.allocator import replay
+from overspill.forecast.allocator import Replay, replay
 from overspill.forecast.allocator_settings import AllocatorSettings
 from overspill.forecast.device.settings import Resolved
+from overspill.forecast.device.stream import LOADING
 from overspill.forecast.events import Event, Kind
 
 __all__ = ["Range", "Shown", "needed", "probability_above", "shown"]
@@ -71,9 +72,7 @@ def shown(
     logits_nbytes: of the peak, where it is in the loss. loaded_nbytes: of a model that is whole on the card before it
     is split ([Note: Loaded whole])."""
     free = replay(events, settings)
-    # The closed form counts what the stream leaves out (gradients in flight, gathered units): the larger is right.
-    scale = max(1.0, allocated_nbytes / max(1, free.allocated_peak_nbytes))
-    likely = round(free.reserved_peak_nbytes * scale)
+    likely = allocated_nbytes + free.reserved_peak_nbytes - _alive(events, free)
     low_extra, high_extra = _outside(resolved, torch)
     fits = capacity_nbytes is not None and allocated_nbytes + low_extra <= capacity_nbytes
     if capacity_nbytes is not None and fits:
@@ -98,6 +97,12 @@ def shown(
         reserved = _capped(reserved, capacity_nbytes - low_extra)
         smi = _capped(smi, capacity_nbytes)
     return Shown(reserved, smi)
+
+
+def _alive(events: list[Event], replayed: Replay) -> int:
+    """The highest that was allocated in a step; loading, which may stand higher, is not what the closed form counts."""
+    begin = next((index for index, event in enumerate(events) if event.phase != LOADING), 0)
+    return max(replayed.allocated_nbytes[begin:], default=0)
 
 
 def _outside(resolved: Resolved, torch: str | None) -> tuple[int, int]:

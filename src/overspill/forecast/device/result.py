@@ -171,7 +171,7 @@ def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, 
 
     @cache
     def figures() -> Shown:
-        events = step_events(facts, rank.units, rank.resolved, run_of_rank(job, facts, rank.resolved))
+        events = step_events(facts, rank.units, rank.resolved, run_of_rank(job, facts, rank.resolved), stage=rank.stage)
         return shown(
             peak.total_nbytes, events, rank.resolved, settings, capacity_nbytes=room, torch=torch,
             logits_nbytes=peak.logits, loaded_nbytes=_loaded_nbytes(job, rank),

@@ -1,50 +1,93 @@
 """A step's allocations in order, for the allocator's replay: what it will hold (reserved) against what is alive.
 
-The whole step runs on one tape with its log on: weights as they rest, every layer's forward, the loss, every layer's
-recomputation and backward, the optimizer. Two steps, since optimizer state is born in the holes that the first backward
-leaves. Without checkpointing the layers' graphs are kept until backward. The replay: forecast/allocator.py.
+The same step as the closed form's (phases.py), layer for layer, on one tape with its log on: weights as they rest,
+every layer's forward, the loss, recomputation and backward, gradients as they arrive, the optimizer. Two steps, since
+optimizer state is born in the holes that the first backward leaves. Units of sharded state: stream_units.py. The
+replay: forecast/allocator.py; what is made of it: overhead.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
+from overspill.forecast.device.ends import early_runs
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units
+from overspill.forecast.device.stream_state import Pieces, state_itemsize, unit_pieces
+from overspill.forecast.device.stream_units import Exchange
+from overspill.forecast.device.zero import backward_buffers_nbytes, resting_buffers_nbytes, step_nbytes
 from overspill.forecast.events import Event, Kind
 from overspill.forecast.layers import head as heads
 from overspill.forecast.layers.figures import layer_figures, run_layer
+from overspill.forecast.layers.litgpt_head import run_litgpt_head
 from overspill.forecast.layers.run import Run
-from overspill.forecast.tape import Category, Memory, Node, Tape, Tensor
+from overspill.forecast.tape import Category, Memory, Node, Selection, Tape, Tensor
 from overspill.model.facts import LayerKind, ModelFacts
+from overspill.units import MiB
 
-__all__ = ["step_events"]
+__all__ = ["LOADING", "step_events"]
 
 _INT64 = 8
-_LARGE_NBYTES = 2**20
-#: The tensors that a layer's weights, and its optimizer state, are laid out in: a typical decoder layer has so many
-#: matrices. It decides into how many segments they fall, and so the rounding.
-_MATRICES = 7
+_LARGE_NBYTES = MiB
+#: The phase of what happens before the first step.
+LOADING = "load"
+#: torch/nn/parallel/distributed.py, bucket_cap_mb
+_DDP_BUCKET_NBYTES = 25 * MiB
+
+
+@dataclass
+class _Ran:
+    """One layer between its forward and its backward. kept: of a layer that is not run."""
+
+    boundary: Tensor | None = None
+    out: Tensor | None = None
+    selection: Selection | None = None
+    kept: Tensor | None = None
+
+
+@dataclass
+class _Pass:
+    """One micro-batch between its forward and its backward. last: the output of the last layer."""
+
+    inputs: Tensor
+    root: list[Tensor]
+    ran: list[_Ran] = field(default_factory=list)
+    last: list[Tensor] = field(default_factory=list)
 
 
 class _Stream:
     """One rank's step, written down."""
 
     def __init__(
-        self, facts: ModelFacts, units: Units, resolved: Resolved, run_of: Callable[[LayerKind], Run], runs: int
-    ) -> None:
+        self, facts: ModelFacts, units: Units, resolved: Resolved, run_of: Callable[[LayerKind], Run], runs: int,
+        stage: int, *, streams: bool,
+    ) -> None:  # fmt: skip
         self.facts, self.units, self.resolved, self.run_of = facts, units, resolved, run_of
         self.memory = Memory()
         self.memory.log = []
         self.tape = Tape(self.memory)
-        self.layers = [(kind, unit) for kind, count, unit in units.layers for _ in range(count)]
-        sharding = resolved.sharding
-        self.weight_share = 1 / sharding.ranks if sharding.splits_weights else 1.0
-        self.state_share = 1 / sharding.ranks if sharding.splits_optimizer else 1.0
-        self.kept: list[Tensor] = []
+        self.exchange = Exchange(self.tape, units, resolved, streams=streams)
+        self.last_stage = stage == resolved.pipeline - 1
+        self.flight = max(0, resolved.microbatches_in_flight - stage - 1)
+        by_position = sorted(
+            (position, index)
+            for index, (kind, count, _) in enumerate(units.layers)
+            for position in (kind.positions[-count:] if stage else kind.positions[:count])
+        )
+        own = [unit_pieces(unit, kind, resolved) for kind, _, unit in units.layers]
+        self.layers = [(position, units.layers[index][0], own[index]) for position, index in by_position]
+        self.early = early_runs(resolved, [(kind, run_of(kind)) for kind, _, _ in units.layers]) if not stage else {}
+        self.embedding, self.head, self.rest = (
+            unit_pieces(unit, None, resolved) for unit in (units.embedding, units.head, units.root)
+        )
+        self.resting: list[Tensor] = []
         self.state: list[Tensor] = []
+        self.gradients: list[Tensor] = []
         self.arrived: list[Tensor] = []
+        self.held: list[Tensor] = []
         self.kept_nbytes: dict[str, int] = {}
+        self.accumulates = False
         every = resolved.checkpoint_every
         self.checkpointed = [
             resolved.checkpointing != "none" and number % every == 0 for number in range(len(self.layers))
@@ -54,192 +97,397 @@ class _Stream:
 
     def run(self, steps: int) -> list[Event]:
         self._load()
-        for step in range(steps):
-            self._step(first=step == 0)
         log = self.memory.log
         assert log is not None
-        large = {block for block, nbytes in log if nbytes >= _LARGE_NBYTES}
-        return [Event(Kind.MALLOC if nbytes else Kind.FREE, block, nbytes) for block, nbytes in log if block in large]
+        loaded = len(log)
+        for step in range(steps):
+            self._step(first=step == 0)
+        large = {event.block for event in log if event.nbytes >= _LARGE_NBYTES}
+        return [
+            event._replace(phase=LOADING) if index < loaded else event
+            for index, event in enumerate(log)
+            if event.block in large
+        ]
+
+    # ---- what rests ----
+
+    def _all_pieces(self) -> list[Pieces]:
+        """In the order of the model's parameters, which is the optimizer's."""
+        return [self.embedding, *(pieces for _, _, pieces in self.layers), self.rest, self.head]
 
     def _load(self) -> None:
+        resolved, tape, sharding = self.resolved, self.tape, self.resolved.sharding
+        self.resting.append(tape.scratch(resolved.workspace_nbytes // 2))
+        share = 1 / sharding.ranks if sharding.splits_weights else 1.0
+        if not resolved.weights_on_host:
+            if sharding.kind in ("zero1", "zero2") or resolved.gradients_at_rest:
+                self._load_joined(share)
+            else:
+                for pieces in self._all_pieces():
+                    self.resting += self._weights(pieces, share)
+        buffers = resting_buffers_nbytes(self.units, resolved)
+        while buffers > 0:
+            one = min(buffers, _DDP_BUCKET_NBYTES) if sharding.kind == "ddp" else buffers
+            self.resting.append(tape.scratch(one))
+            buffers -= one
+
+    def _weights(self, pieces: Pieces, share: float) -> list[Tensor]:
+        """FSDP1 joins a unit's parameters into one; the others leave each by itself."""
+        sizes = [nbytes * share for _, nbytes in pieces.weights]
+        if self.resolved.sharding.kind == "fsdp1" and share < 1:
+            sizes = [sum(sizes)]
+        return [self.tape.scratch(int(nbytes)) for nbytes in sizes if nbytes >= 1]
+
+    def _load_joined(self, share: float) -> None:
+        """The parameters are made one by one and then moved into one buffer (Megatron's _ParamAndGradBuffer, ZeRO's
+        flatten_dense_tensors_aligned); gradients that rest are a buffer of the same kind."""
         resolved, tape = self.resolved, self.tape
-        self.kept.append(tape.scratch(resolved.workspace_nbytes // 2))
-        if resolved.weights_on_host:
-            return
-        for _, unit in self.layers:
-            nbytes = (
-                unit.frozen_numel * resolved.frozen_itemsize
-                + unit.trained_numel * resolved.trained_itemsize
-                + unit.quantised_nbytes
-            ) * self.weight_share
-            self.kept += [tape.scratch(int(nbytes / _MATRICES)) for _ in range(_MATRICES)]
-            if unit.adapter_numel:
-                self.kept.append(tape.scratch(int(unit.adapter_numel * resolved.adapter_itemsize * self.weight_share)))
-        for unit in self._outer():
-            size = resolved.trained_itemsize if unit.trained_numel else resolved.frozen_itemsize
-            nbytes = (unit.trained_numel + unit.frozen_numel) * size + unit.quantised_nbytes
-            if nbytes:
-                self.kept.append(tape.scratch(int(nbytes * self.weight_share)))
+        single = [block for pieces in self._all_pieces() for block in self._weights(pieces, share)]
+        for expert in (False, True):
+            numel = sum(
+                count
+                for pieces in self._all_pieces()
+                for count, of_expert in zip(pieces.trained, pieces.expert, strict=True)
+                if of_expert == expert
+            )
+            if numel and resolved.optimizer.on_device:
+                self.resting.append(tape.scratch(round(numel * resolved.trained_itemsize * share)))
+            if numel and resolved.gradients_at_rest:
+                self.resting.append(tape.scratch(round(numel * resolved.gradient_itemsize * self._rested_share())))
+        frozen = sum(pieces.unit.frozen_numel * resolved.frozen_itemsize for pieces in self._all_pieces())
+        frozen += sum(pieces.unit.quantised_nbytes for pieces in self._all_pieces())
+        if frozen:
+            self.resting.append(tape.scratch(round(frozen * share)))
+        single.clear()
 
-    def _outer(self) -> tuple[Unit, Unit, Unit]:
-        return (self.units.embedding, self.units.head, self.units.root)
-
-    def _gather(self, unit: Unit) -> Tensor | None:
+    def _rested_share(self) -> float:
         sharding = self.resolved.sharding
-        if not sharding.splits_weights:
-            return None
-        return self.tape.new(unit.numel * sharding.gathered_itemsize + unit.quantised_nbytes, 1, Category.COMMUNICATION)
+        return 1 / sharding.ranks if sharding.splits_gradients else 1.0
+
+    # ---- a step ----
+
+    def _step(self, *, first: bool) -> None:
+        """Micro-batches: those in flight, and two more where there are so many, since the second adds to gradients."""
+        resolved = self.resolved
+        count = max(1, min(resolved.accumulation, self.flight + 2))
+        waiting: list[_Pass] = []
+        for number in range(count):
+            waiting.append(self._forward())
+            if len(waiting) > self.flight or number == count - 1:
+                self._backward(waiting.pop(0), first=first)
+        while waiting:
+            self._backward(waiting.pop(0), first=first)
+        self.exchange.finish()
+        self._update(first=first)
+        self.gradients.clear()
+        self.accumulates = False
+
+    def _run(self, number: int) -> Run:
+        position, kind, _ = self.layers[number]
+        run = self.early[position][1] if position in self.early else self.run_of(kind)
+        return replace(run, keeps_grads=self._keeps())
+
+    def _keeps(self) -> bool:
+        """Whether a layer's gradients stay until somebody takes them: until the unit's reduction, or the step."""
+        resolved, sharding = self.resolved, self.resolved.sharding
+        if resolved.update_in_backward or resolved.gradients_at_rest:
+            return False
+        if sharding.kind in ("fsdp1", "fsdp2") and sharding.ranks > 1:
+            return True
+        if sharding.splits_gradients or resolved.gradients_on_host:
+            return False
+        return not self.accumulates
+
+    def _as_leaf(self, x: Tensor, *, needs: bool = True) -> Tensor:
+        leaf = Tensor(x.storage, x.numel, x.itemsize, requires_grad=needs)
+        if needs:
+            leaf.node = Node(self.tape.next_number(), (), (), self._sink)
+        return leaf
 
     def _sink(self, tape: Tape, grad: Tensor) -> tuple[()]:
         self.arrived.append(Tensor(grad.storage, grad.numel, grad.itemsize))
         return ()
 
-    def _as_leaf(self, x: Tensor) -> Tensor:
-        leaf = Tensor(x.storage, x.numel, x.itemsize, requires_grad=True)
-        leaf.node = Node(self.tape.next_number(), (), (), self._sink)
-        return leaf
+    def _outer(self, *parts: Pieces) -> tuple[Unit, tuple[Pieces, ...]]:
+        """The unit that holds ``parts``, which stand outside the layers."""
+        found = parts if self.resolved.sharding.wrap_embeddings else (self.embedding, self.rest, self.head)
+        if self.resolved.sharding.whole_model_unit:
+            found = tuple(self._all_pieces())
+        units = [one.unit for one in found]
+        whole = Unit(
+            "+".join(unit.name for unit in units) if len(units) < 4 else "model",
+            sum(unit.trained_numel for unit in units), sum(unit.frozen_numel for unit in units),
+            sum(unit.adapter_numel for unit in units), sum(unit.quantised_nbytes for unit in units), 0, 0,
+        )  # fmt: skip
+        return whole, found
 
-    def _step(self, *, first: bool) -> None:
-        tape, resolved = self.tape, self.resolved
-        tokens = resolved.tokens
-        inputs = tape.scratch(4 * _INT64 * tokens)
-        root = self._gather(self._root_unit())
-        h = tape.new(tokens * self.facts.hidden, self.run_of(self.layers[0][0]).style.residual)
-        graphs: list[tuple[Tensor, Tensor | None]] = []
-        others: list[Tensor] = []
-        for number, (kind, unit) in enumerate(self.layers):
+    @property
+    def _root_stays(self) -> bool:
+        """What is outside the layers is one unit, gathered through the whole step."""
+        sharding = self.resolved.sharding
+        return sharding.splits_weights and sharding.kind != "zero3" and not sharding.wrap_embeddings
+
+    def _gather_layer(self, number: int, *, forward: bool) -> list[Tensor]:
+        if self.resolved.sharding.whole_model_unit:
+            return []
+        _, _, pieces = self.layers[number]
+        unit = replace(pieces.unit, name=f"layer {number}")
+        following = None
+        if not forward and number:
+            following = replace(self.layers[number - 1][2].unit, name=f"layer {number - 1}")
+        return self.exchange.gather(unit, (pieces,), forward=forward, following=following)
+
+    def _forward(self) -> _Pass:
+        tape, resolved, facts = self.tape, self.resolved, self.facts
+        whole, parts = self._outer(self.embedding)
+        root = self.exchange.gather(whole, parts, forward=True)
+        made = _Pass(tape.scratch(4 * _INT64 * resolved.tokens), root if self._root_stays else [])
+        rows = resolved.tokens // (resolved.tensor if resolved.sequence_parallel else 1)
+        h = tape.new(rows * facts.hidden, self.run_of(self.layers[0][1]).style.residual)
+        if not self._root_stays:
+            self.exchange.let_go(root)
+        for number, (_, kind, _) in enumerate(self.layers):
             if number % self.group:
-                others.append(self._kept_copy(number, kind, h))
+                made.ran.append(self._kept_copy(number, kind, h))
                 continue
-            gathered = self._gather(unit)
-            source = self._as_leaf(h)
-            tape.grad_enabled = not self.checkpointed[number]
-            out = run_layer(tape, kind, source, self.run_of(kind))
-            tape.grad_enabled = True
-            graphs.append((h, None) if self.checkpointed[number] else (Tensor(None, h.numel, h.itemsize), out))
+            run = self._run(number)
+            gathered = self._gather_layer(number, forward=True)
+            selection = Selection() if self.checkpointed[number] and resolved.checkpointing == "selective_op" else None
+            source = self._as_leaf(h, needs=run.input_needs_grad)
+            tape.grad_enabled, tape.selection = not self.checkpointed[number], selection
+            out = run_layer(tape, kind, source, run)
+            tape.grad_enabled, tape.selection = True, None
+            del source
+            if self.checkpointed[number]:
+                boundary = h if not resolved.offloads_boundaries else Tensor(None, h.numel, h.itemsize)
+                made.ran.append(_Ran(boundary=boundary, selection=selection))
+                del boundary
+            else:
+                made.ran.append(_Ran(out=Tensor(None, out.numel, out.itemsize, node=out.node)))
             h = Tensor(out.storage, out.numel, out.itemsize)
-            del gathered, source, out
-        grad = self._loss(h, first=first)
-        del h
-        retained: list[Tensor] = []
-        gradients: list[Tensor] = []
-        whole: list[Tensor] = []
-        for number, (kind, unit) in reversed(list(enumerate(self.layers))):
-            if number % self.group:
-                other = others.pop()
-                if resolved.sharding.retains_inputs:
-                    retained += [other, tape.scratch(other.nbytes)]
-                del other
-                gradients += self._reduced(unit)
-                continue
-            boundary, kept_out = graphs.pop()
-            gathered = self._gather(unit)
-            if kept_out is None:
-                kept_out = run_layer(tape, kind, self._as_leaf(boundary), self.run_of(kind))
-            self.arrived.clear()
-            if kept_out.node is not None:
-                tape.backward(kept_out, grad)
-            if self.arrived:
-                grad = self.arrived.pop()
-            if resolved.sharding.retains_inputs:
-                retained += [boundary, grad]
-            if not tape.gradients:  # else they are what is there until the step
-                gradients += self._reduced(unit)
-            whole += tape.gradients
-            tape.gradients.clear()
-            del boundary, kept_out, gathered
-        del grad, root, inputs
-        retained.clear()
-        self._update(first=first)
-        gradients.clear()
-        whole.clear()
+            del out
+            if resolved.sharding.reshard_after_forward or resolved.sharding.kind == "zero3":
+                self.exchange.let_go(gathered)
+            else:
+                made.root += gathered
+        made.last.append(h)
+        return made
 
-    def _kept_copy(self, number: int, kind: LayerKind, boundary: Tensor) -> Tensor:
+    def _kept_copy(self, number: int, kind: LayerKind, boundary: Tensor) -> _Ran:
         """What a layer that is not run keeps, as one block."""
-        if self.checkpointed[number]:
-            return self.tape.scratch(boundary.nbytes)
-        if kind.name not in self.kept_nbytes:
-            self.kept_nbytes[kind.name] = layer_figures(kind, self.run_of(kind)).kept_nbytes
-        return self.tape.scratch(self.kept_nbytes[kind.name])
+        if self.checkpointed[number] and self.resolved.checkpointing != "selective_op":
+            return _Ran(kept=self.tape.scratch(0 if self.resolved.offloads_boundaries else boundary.nbytes))
+        key = kind.name
+        if key not in self.kept_nbytes:
+            figures = layer_figures(kind, self._run(number))
+            self.kept_nbytes[key] = figures.selected_nbytes if self.checkpointed[number] else figures.kept_nbytes
+        return _Ran(kept=self.tape.scratch(self.kept_nbytes[key]))
 
-    def _reduced(self, unit: Unit) -> list[Tensor]:
-        """Gradients of a layer that stay, after the whole ones are gone."""
-        resolved, sharding, tape = self.resolved, self.resolved.sharding, self.tape
-        trained = unit.trained_numel + unit.adapter_numel
-        if not trained or resolved.gradients_at_rest or resolved.update_in_backward:
-            return []
-        if resolved.gradients_on_host:
-            return []
-        if sharding.splits_gradients:
-            whole = tape.scratch(trained * sharding.gathered_itemsize)
-            kept = tape.scratch(int(trained / sharding.ranks * resolved.gradient_itemsize))
-            del whole
-            return [kept]
-        return [tape.scratch(unit.trained_numel * resolved.gradient_itemsize)] if unit.trained_numel else []
+    def _backward(self, one: _Pass, *, first: bool) -> None:
+        resolved, tape, sharding = self.resolved, self.tape, self.resolved.sharding
+        if first and len(self.resting) and not self.accumulates:
+            self.resting.append(tape.scratch(resolved.workspace_nbytes // 2))  # the backward's thread has its own
+        buffers = self._buckets()
+        grads = [self._of_output(one)]
+        waiting = list(tape.gradients)  # of the head
+        tape.gradients.clear()
+        tied = None
+        if not self.units.head.numel and self.units.embedding.trained_numel and self.last_stage:
+            tied = tape.new(self.units.embedding.trained_numel, resolved.style.compute, Category.GRADIENTS)
+        if sharding.wrap_embeddings or not self._reduces():
+            self._take((self.rest, self.head), waiting)
+        retained: list[Tensor] = []
+        for number in reversed(range(len(self.layers))):
+            ran = one.ran.pop()
+            if ran.kept is not None:
+                self._skip(number, ran, retained)
+                continue
+            gathered = self._gather_layer(number, forward=False)
+            self._through(number, ran, grads, retained)
+            self.exchange.let_go(gathered)
+            own = list(tape.gradients)
+            tape.gradients.clear()
+            self._take((self.layers[number][2],), own)
+        if self.units.embedding.trained_numel:
+            dense = [tape.new(self.units.embedding.trained_numel, resolved.style.compute, Category.GRADIENTS)]
+            if tied is not None and resolved.loss != "chunked":
+                dense = [tape.new(self.units.embedding.trained_numel, resolved.style.compute, Category.GRADIENTS)]
+            tied = None
+            if self._keeps() or self._reduces():
+                waiting += dense
+            dense.clear()
+        grads.clear()
+        if self._root_stays:
+            self.exchange.let_go(one.root)
+        self._take((self.embedding,) if sharding.wrap_embeddings else (self.embedding, self.rest, self.head), waiting)
+        retained.clear()
+        buffers.clear()
+        self.held.clear()
+        tape.outliving.clear()
+        self.accumulates = True
 
-    def _root_unit(self) -> Unit:
-        outer = self._outer()
-        return Unit(
-            "root",
-            sum(unit.trained_numel for unit in outer),
-            sum(unit.frozen_numel for unit in outer),
-            0,
-            sum(unit.quantised_nbytes for unit in outer),
-            0,
-            0,
-        )
+    def _reduces(self) -> bool:
+        return self.resolved.sharding.kind in ("fsdp1", "fsdp2", "zero2", "zero3") and self.resolved.sharding.ranks > 1
 
-    def _loss(self, h: Tensor, *, first: bool) -> Tensor:
+    def _buckets(self) -> list[Tensor]:
+        nbytes = backward_buffers_nbytes(self.units, self.resolved)
+        count = 2 if self.resolved.sharding.overlap_comm and self.resolved.sharding.kind != "zero3" else 1
+        return [self.tape.scratch(nbytes // count) for _ in range(count) if nbytes]
+
+    def _take(self, pieces: tuple[Pieces, ...], grads: list[Tensor]) -> None:
+        """Who gets a unit's gradients: a reduction, or nobody until the step."""
+        sharding = self.resolved.sharding
+        if self.resolved.update_in_backward:
+            grads.clear()
+        elif self._reduces() and not (sharding.accumulates_whole and self.resolved.accumulation > 1):
+            shards = self.exchange.reduce(pieces, grads)
+            if not self.accumulates and not self.resolved.gradients_on_host:
+                self.gradients += shards
+        elif not self.accumulates:
+            self.gradients += grads
+        grads.clear()
+
+    def _skip(self, number: int, ran: _Ran, retained: list[Tensor]) -> None:
+        """A layer that is not run: its gradients arrive, what it kept goes."""
+        kept, ran.kept = ran.kept, None
+        if self.resolved.sharding.retains_inputs and kept is not None:
+            retained += [kept, self.tape.scratch(kept.nbytes)]
+        del kept
+        pieces = self.layers[number][2]
+        own: list[Tensor] = []
+        if self._keeps() and not self._reduces():
+            own = [self.tape.new(numel, self.resolved.gradient_itemsize) for numel in pieces.trained]
+        self._take((pieces,), own)
+
+    def _through(self, number: int, ran: _Ran, grads: list[Tensor], retained: list[Tensor]) -> None:
+        """A layer's backward, its recomputation first; ``grads`` holds the gradient of its output, then of its
+        input."""
+        tape, resolved = self.tape, self.resolved
+        run, kind = self._run(number), self.layers[number][1]
+        boundary, out = ran.boundary, ran.out
+        ran.boundary = ran.out = None
+        if boundary is not None:
+            if boundary.storage is None:
+                boundary = tape.new(boundary.numel, boundary.itemsize)
+            if ran.selection is not None:
+                ran.selection.again()
+            tape.selection = ran.selection
+            out = run_layer(tape, kind, self._as_leaf(boundary, needs=run.input_needs_grad), run)
+            tape.selection = ran.selection = None
+            if not resolved.reentrant:
+                out = Tensor(None, out.numel, out.itemsize, node=out.node)
+        assert out is not None
+        self.arrived.clear()
+        if out.node is not None:
+            held = grads[0] if resolved.reentrant else None  # torch.autograd.backward's arguments
+            tape.backward(out, grads.pop())
+            del held
+        del out
+        if self.arrived:
+            grads[:] = [self.arrived.pop()]
+        elif not grads:
+            grads.append(tape.new(1, 1))
+        if resolved.sharding.retains_inputs:
+            if boundary is not None:
+                retained.append(boundary)
+            retained.append(Tensor(grads[0].storage, grads[0].numel, grads[0].itemsize))
+
+    # ---- the end of the model ----
+
+    def _of_output(self, one: _Pass) -> Tensor:
         """Forward's end and the loss's backward; the gradient of the last layer's output."""
-        resolved, tape, facts = self.resolved, self.tape, self.facts
+        tape, facts = self.tape, self.facts
+        h = one.last.pop()
         shape = Tensor(None, h.numel, h.itemsize)
-        if facts.head is None:
+        if facts.head is None or not self.last_stage:
+            del h
             return tape.new(shape.numel, shape.itemsize, Category.TEMPORARIES)
-        leaf = [self._as_leaf(h)]
+        whole, parts = self._outer(self.rest, self.head)
+        gathered = [] if self._root_stays else self.exchange.gather(whole, parts, forward=True)
+        box = [self._as_leaf(h)]
         del h
-        loss, held = heads.run_head(
-            tape,
-            self.run_of(self.layers[-1][0]),
-            leaf,
-            code=resolved.loss,
-            shift=resolved.logits,
-            hidden=facts.hidden,
-            vocab=facts.vocab,
-            final_norm=facts.text.final_norm,
-            softcap=facts.logits_softcap is not None,
-            scaled=facts.logits_scaled,
-            converts_outputs=resolved.converts_outputs,
-            chunks=resolved.loss_chunks,
-            vocab_split=resolved.tensor if resolved.loss_parallel else 1,
-            holds=resolved.caller_holds_logits,
-            compiled=resolved.compiled_loss,
-        )
-        if not resolved.caller_holds_logits:
-            held = None
-        if first:
-            self.kept.append(tape.scratch(resolved.workspace_nbytes // 2))  # the backward's thread has its own
+        loss = self._loss(box)
         self.arrived.clear()
         if loss.node is not None:
             tape.backward(loss, tape.new(1, 4))
-        del loss, held
-        return self.arrived.pop() if self.arrived else tape.new(shape.numel, shape.itemsize, Category.TEMPORARIES)
+        del loss
+        if not self._root_stays:
+            self.exchange.let_go(gathered)
+        if self.arrived:
+            return self.arrived.pop()
+        return tape.new(shape.numel, shape.itemsize, Category.TEMPORARIES)
+
+    def _loss(self, box: list[Tensor]) -> Tensor:
+        """The loss; what its caller goes on holding is in `held` until the backward is done."""
+        resolved, facts = self.resolved, self.facts
+        run = replace(self.run_of(self.layers[-1][1]), keeps_grads=self._keeps())
+        softcap = facts.logits_softcap is not None
+        if resolved.style.code == "litgpt":
+            if resolved.sharding.flat_gradients and not self.units.head.trained_numel + self.units.head.adapter_numel:
+                run = replace(run, trained=lambda name: False)
+            loss, logits, _ = run_litgpt_head(
+                self.tape, run, box, hidden=facts.hidden, vocab=facts.vocab, final_norm=facts.text.final_norm,
+                softcap=softcap,
+            )  # fmt: skip
+            self.held += logits
+            return loss
+        loss, held = heads.run_head(
+            self.tape, run, box, code=resolved.loss, shift=resolved.logits, hidden=facts.hidden, vocab=facts.vocab,
+            final_norm=facts.text.final_norm, softcap=softcap, scaled=facts.logits_scaled,
+            converts_outputs=resolved.converts_outputs, chunks=resolved.loss_chunks,
+            vocab_split=resolved.tensor if resolved.loss_parallel else 1, holds=resolved.caller_holds_logits,
+            compiled=resolved.compiled_loss,
+        )  # fmt: skip
+        if resolved.caller_holds_logits and held is not None:
+            self.held.append(Tensor(held.storage, held.numel, held.itemsize))
+        return loss
+
+    # ---- the optimizer ----
+
+    def _shares(self, pieces: Pieces) -> list[float]:
+        """Elements of each trained tensor that this rank updates."""
+        resolved, sharding = self.resolved, self.resolved.sharding
+        if not sharding.splits_optimizer:
+            return [float(numel) for numel in pieces.trained]
+        return [
+            numel / (resolved.expert_ranks if of_expert else sharding.ranks)
+            for numel, of_expert in zip(pieces.trained, pieces.expert, strict=True)
+        ]
+
+    def _updated(self) -> list[tuple[Pieces, list[float]]]:
+        """FSDP1 updates one flat parameter a unit, ZeRO one partition of all; the others each parameter."""
+        kind = self.resolved.sharding.kind
+        found = [(pieces, self._shares(pieces)) for pieces in self._all_pieces() if pieces.trained]
+        if kind == "fsdp1" and self.resolved.sharding.ranks > 1:
+            return [(pieces, [sum(shares)]) for pieces, shares in found]
+        if kind.startswith("zero") and found:
+            return [(found[0][0], [sum(sum(shares) for _, shares in found)])]
+        return found
 
     def _update(self, *, first: bool) -> None:
-        optimizer, tape = self.resolved.optimizer, self.tape
-        if first and optimizer.on_device:
-            for unit in [unit for _, unit in self.layers] + list(self._outer()):
-                trained = (unit.trained_numel + unit.adapter_numel) * self.state_share
-                nbytes = int(trained * (optimizer.state + optimizer.master) / (2 * _MATRICES))
-                if nbytes:
-                    self.state += [tape.scratch(nbytes) for _ in range(2 * _MATRICES)]
-        if optimizer.step and optimizer.on_device and not self.resolved.update_in_backward:
-            temporaries = []
-            for unit in [unit for _, unit in self.layers] + list(self._outer()):
-                trained = (unit.trained_numel + unit.adapter_numel) * self.state_share
-                nbytes = int(trained * optimizer.step / _MATRICES)
-                if nbytes:
-                    temporaries += [tape.scratch(nbytes) for _ in range(_MATRICES)]
-            del temporaries
+        resolved, tape, optimizer = self.resolved, self.tape, self.resolved.optimizer
+        if not optimizer.on_device:
+            return
+        updated = self._updated()
+        copies: list[Tensor] = []
+        share = 1 / resolved.sharding.ranks if resolved.sharding.splits_optimizer else 1.0
+        if copied := step_nbytes(self.units, resolved, share):
+            copies = [tape.scratch(round(copied * part)) for part in (2 / 3, 1 / 3)]
+        if first:
+            for pieces, shares in updated:
+                each = state_itemsize(pieces.unit, resolved)
+                count = max(1, round(each / 4)) if each > 4 else 2 if each else 0
+                self.state += [tape.scratch(round(numel * each / count)) for numel in shares for _ in range(count)]
+        if resolved.update_in_backward:
+            return
+        temporaries = [
+            tape.scratch(round(numel * optimizer.step)) for _, shares in updated for numel in shares if optimizer.step
+        ]
+        if optimizer.step_largest:
+            largest = max((numel for _, shares in updated for numel in shares), default=0)
+            temporaries.append(tape.scratch(round(largest * optimizer.step_largest)))
+        temporaries.clear()
+        copies.clear()
 
 
 def step_events(
@@ -248,11 +496,14 @@ def step_events(
     resolved: Resolved,
     run_of: Callable[[LayerKind], Run],
     *,
+    stage: int = 0,
     steps: int = 2,
     runs: int = 40,
+    streams: bool = True,
 ) -> list[Event]:
     """The events of ``steps`` steps from a fresh process on. runs: layers that are run; the others only keep theirs.
+    stage: of the pipeline. streams: whether collectives have streams, and so pools, of their own.
 
     Blocks below 1 MiB are left out: they have a pool of their own, of 2 MiB segments, that no large block waits for.
     """
-    return _Stream(facts, units, resolved, run_of, runs).run(steps)
+    return _Stream(facts, units, resolved, run_of, runs, stage, streams=streams).run(steps)

@@ -15,12 +15,38 @@ from overspill.forecast.layers.run import Run
 from overspill.forecast.tape import Category, Tape, Tensor, ops
 from overspill.model.facts import LinearShape, NormKind
 
-__all__ = ["litgpt_head_figures"]
+__all__ = ["litgpt_head_figures", "run_litgpt_head"]
 
 
 def litgpt_head_figures(run: Run, *, hidden: int, vocab: int, final_norm: NormKind, softcap: bool) -> HeadFigures:
     """Run the end of the model on ``run.tokens`` rows; vocab: rows of the head."""
     tape = Tape()
+    memory = tape.memory
+    box = [tape.leaf(run.tokens * hidden, run.style.residual, requires_grad=True)]
+    loss, held, answer = run_litgpt_head(
+        tape, run, box, hidden=hidden, vocab=vocab, final_norm=final_norm, softcap=softcap
+    )
+    forward, at_forward = memory.peak_nbytes, memory.at_peak
+    kept = memory.total_nbytes
+    memory.mark()
+    tape.backward(loss, tape.new(1, FP32))
+    at_peak = at_forward if forward >= memory.peak_nbytes else memory.at_peak
+    return HeadFigures(
+        forward_nbytes=forward,
+        kept_nbytes=kept,
+        backward_nbytes=memory.peak_nbytes,
+        logits_nbytes=at_peak[Category.LOGITS],
+        gradients_nbytes=memory.live[Category.GRADIENTS],
+        answer_nbytes=answer,
+        held_nbytes=sum(one.storage.nbytes for one in held if one.storage is not None),
+    )
+
+
+def run_litgpt_head(
+    tape: Tape, run: Run, box: list[Tensor], *, hidden: int, vocab: int, final_norm: NormKind, softcap: bool
+) -> tuple[Tensor, list[Tensor], int]:
+    """(the loss, the logits that the loop keeps, the peak until the model returned). The input is taken out of its
+    box."""
     shape = LinearShape("head", hidden, vocab)
     layer = Layer(
         tape=tape, style=run.style, tokens=run.tokens, seq_len=run.seq_len, trained=run.trained, targeted=run.targeted,
@@ -28,9 +54,7 @@ def litgpt_head_figures(run: Run, *, hidden: int, vocab: int, final_norm: NormKi
     )  # fmt: skip
     code = run.style.litgpt
     assert code is not None
-    memory = tape.memory
-    h = tape.leaf(run.tokens * hidden, run.style.residual, requires_grad=True)
-    h = litgpt.norm(layer, h, "final_norm", final_norm, hidden)
+    h = litgpt.norm(layer, box.pop(), "final_norm", final_norm, hidden)
     sequences = run.tokens // run.seq_len
     rows = _chunks(run.seq_len, code.head_chunk, sequences)
     outputs = []
@@ -49,22 +73,8 @@ def litgpt_head_figures(run: Run, *, hidden: int, vocab: int, final_norm: NormKi
         held.append(wide)
         del wide, output
     del outputs
-    answer = memory.peak_nbytes
-    loss = _loss(tape, held, sequences, vocab, code.loss_chunk, whole=not code.head_chunk)
-    forward, at_forward = memory.peak_nbytes, memory.at_peak
-    kept = memory.total_nbytes
-    memory.mark()
-    tape.backward(loss, tape.new(1, FP32))
-    at_peak = at_forward if forward >= memory.peak_nbytes else memory.at_peak
-    return HeadFigures(
-        forward_nbytes=forward,
-        kept_nbytes=kept,
-        backward_nbytes=memory.peak_nbytes,
-        logits_nbytes=at_peak[Category.LOGITS],
-        gradients_nbytes=memory.live[Category.GRADIENTS],
-        answer_nbytes=answer,
-        held_nbytes=sum(one.storage.nbytes for one in held if one.storage is not None),
-    )
+    answer = tape.memory.peak_nbytes
+    return _loss(tape, held, sequences, vocab, code.loss_chunk, whole=not code.head_chunk), held, answer
 
 
 def _chunks(length: int, chunk: int, rows_each: int) -> list[int]:

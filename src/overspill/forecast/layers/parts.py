@@ -26,9 +26,9 @@ def enter(layer: Layer, x: Tensor) -> Tensor:
     rows, size = x.numel, x.itemsize
 
     def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
-        return (tape.new(rows, size, Category.COMMUNICATION),)
+        return (tape.crosses(tape.new(rows, size, Category.COMMUNICATION)),)
 
-    return layer.tape.record((x,), (), backward, layer.tape.new(rows * layer.shard, size))
+    return layer.tape.record((x,), (), backward, layer.tape.crosses(layer.tape.new(rows * layer.shard, size)))
 
 
 def leave(layer: Layer, x: Tensor) -> Tensor:
@@ -38,9 +38,10 @@ def leave(layer: Layer, x: Tensor) -> Tensor:
     rows, size = x.numel, x.itemsize
 
     def backward(tape: Tape, grad: Tensor) -> tuple[Tensor]:
-        return (tape.new(rows, size, Category.COMMUNICATION),)
+        return (tape.crosses(tape.new(rows, size, Category.COMMUNICATION)),)
 
-    return layer.tape.record((x,), (), backward, layer.tape.new(rows // layer.shard, size))
+    layer.tape.crosses(x)
+    return layer.tape.record((x,), (), backward, layer.tape.crosses(layer.tape.new(rows // layer.shard, size)))
 
 
 def norm(layer: Layer, x: Tensor, name: str, kind: str, width: int) -> Tensor:
@@ -209,7 +210,7 @@ def scores(layer: Layer, q: Tensor, k: Tensor, v: Tensor, facts: AttentionFacts,
         scratch += style.compute * tokens * heads * (facts.head_dim + facts.v_head_dim)
     return ops.fused(
         tape, (q, k, v), out_numel, style.compute, saves=(q, k, v), extra_saved_nbytes=lse, saves_output=True,
-        backward_scratch_nbytes=scratch,
+        backward_scratch_nbytes=scratch, attends=True,
     )  # fmt: skip
 
 

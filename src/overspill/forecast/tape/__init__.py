@@ -4,6 +4,6 @@ core.py is the storage accounting and the autograd engine, ops.py the operations
 is then an ordinary function (forecast/layers/), and its memory follows from Python's own lifetimes, as in torch.
 """
 
-from overspill.forecast.tape.core import Category, Memory, Node, Parameter, Tape, Tensor
+from overspill.forecast.tape.core import Category, Memory, Node, Parameter, Selection, Tape, Tensor
 
-__all__ = ["Category", "Memory", "Node", "Parameter", "Tape", "Tensor"]
+__all__ = ["Category", "Memory", "Node", "Parameter", "Selection", "Tape", "Tensor"]

@@ -15,7 +15,9 @@ import heapq
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
-__all__ = ["Category", "Memory", "Node", "Parameter", "Tape", "Tensor"]
+from overspill.forecast.events import Event, Kind
+
+__all__ = ["Category", "Memory", "Node", "Parameter", "Selection", "Tape", "Tensor"]
 
 _ROUNDING_NBYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp
 
@@ -35,11 +37,15 @@ class Category(IntEnum):
 class Memory:
     """Live bytes by category, and the highest total since the last `mark`."""
 
-    __slots__ = ("at_peak", "count", "live", "log", "peak_nbytes", "total_nbytes")
+    __slots__ = ("at_peak", "count", "live", "log", "peak_nbytes", "recorded", "stream", "total_nbytes")
 
     def __init__(self) -> None:
-        #: With a list here every allocation is written down: (block, nbytes) when it comes, (block, 0) when it goes.
-        self.log: list[tuple[int, int]] | None = None
+        #: With a list here every allocation is written down as it comes and as it goes.
+        self.log: list[Event] | None = None
+        #: Of the device: where allocations are made, for the log.
+        self.stream = 0
+        #: Blocks that another stream uses when their owner lets go (record_stream): `completed` follows.
+        self.recorded: set[int] = set()
         self.count = 0
         self.live = [0] * len(Category)
         self.total_nbytes = 0
@@ -53,7 +59,7 @@ class Memory:
     def add(self, category: int, nbytes: int) -> int:
         self.count += 1
         if self.log is not None:
-            self.log.append((self.count, nbytes))
+            self.log.append(Event(Kind.MALLOC, self.count, nbytes, stream=self.stream))
         self.live[category] += nbytes
         self.total_nbytes += nbytes
         if self.total_nbytes > self.peak_nbytes:
@@ -63,9 +69,15 @@ class Memory:
 
     def give_back(self, category: int, nbytes: int, block: int) -> None:
         if self.log is not None:
-            self.log.append((block, 0))
+            self.log.append(Event(Kind.FREE_REQUESTED if block in self.recorded else Kind.FREE, block, 0))
         self.live[category] -= nbytes
         self.total_nbytes -= nbytes
+
+    def completed(self, block: int) -> None:
+        """The other stream has passed a recorded block: it can be used again once its owner has let go."""
+        self.recorded.discard(block)
+        if self.log is not None:
+            self.log.append(Event(Kind.FREE_COMPLETED, block, 0))
 
 
 class _Storage:
@@ -133,6 +145,41 @@ class Parameter:
         return self.numel * self.itemsize
 
 
+class Selection:
+    """Results that selective checkpointing keeps of one layer: attention's, and every second matmul's.
+
+    torchtitan's policy ("op") counts matmuls from one and keeps the odd ones (models/llama3/parallelize.py,
+    _get_custom_policy, 0.0.1 to 0.2); torch/utils/checkpoint.py hands them out again, in order.
+    """
+
+    __slots__ = ("_kept", "_matmuls", "recomputes")
+
+    def __init__(self) -> None:
+        self.recomputes = False
+        self._kept: list[Tensor] = []
+        self._matmuls = 0
+
+    def _chosen(self, what: str) -> bool:
+        if what != "matmul":
+            return True
+        self._matmuls += 1
+        return self._matmuls % 2 == 1
+
+    def take(self, what: str) -> Tensor | None:
+        """The kept result, where this is a recomputation and the policy chose it."""
+        return self._kept.pop(0) if self.recomputes and self._chosen(what) else None
+
+    def put(self, what: str, made: Tensor) -> Tensor:
+        """Keeps a result of the first forward if the policy chooses it; gives it back."""
+        if not self.recomputes and self._chosen(what):
+            self._kept.append(Tensor(made.storage, made.numel, made.itemsize))
+        return made
+
+    def again(self) -> None:
+        """From here on: the recomputation."""
+        self.recomputes, self._matmuls = True, 0
+
+
 Backward = Callable[["Tape", Tensor], "Sequence[Tensor | None]"]
 
 
@@ -160,6 +207,9 @@ class Tape:
         self.grad_enabled = True
         self.leaf_grads: list[Tensor] = []
         self.outliving: list[Tensor] = []  # held by nodes as attributes: until the graph is dropped, not only run
+        #: Selective checkpointing: in forward the results that are kept go in, in the recomputation they come out.
+        self.selection: Selection | None = None
+        self.on_collective: Callable[[Tensor], None] | None = None
         self.gradients: list[Tensor] = []  # of parameters, which nobody else may hold
         self._number = 0
 
@@ -180,6 +230,18 @@ class Tape:
             out.node = Node(self._number, (), (), _keep)
             out.requires_grad = True
         return out
+
+    def result(self, numel: int, itemsize: int, what: str) -> Tensor:
+        """A fresh tensor, or, in a recomputation, the one that selective checkpointing kept. what: `Selection`'s."""
+        if self.selection is None:
+            return self.new(numel, itemsize)
+        return self.selection.take(what) or self.selection.put(what, self.new(numel, itemsize))
+
+    def crosses(self, tensor: Tensor) -> Tensor:
+        """The tensor goes into a collective, or comes out of one."""
+        if self.on_collective is not None:
+            self.on_collective(tensor)
+        return tensor
 
     def scratch(self, nbytes: int) -> Tensor:
         """Working memory of a kernel, alive as long as the caller keeps it."""

@@ -33,7 +33,7 @@ def cast(tape: Tape, x: Tensor, itemsize: int) -> Tensor:
 
 def linear(tape: Tape, x: Tensor, weight: Parameter, out_numel: int, *, bias: Parameter | None = None) -> Tensor:
     """``F.linear``: saves its input when the weight is trained. Result in the input's dtype."""
-    out = tape.new(out_numel, x.itemsize)
+    out = tape.result(out_numel, x.itemsize, "matmul")
     x_numel, itemsize, x_grad = x.numel, x.itemsize, x.requires_grad
 
     def backward(tape: Tape, grad: Tensor) -> Sequence[Tensor | None]:
@@ -232,15 +232,22 @@ def fused(
     backward_scratch_nbytes: int = 0,
     in_place_grads: int = 0,
     saves_output: bool = False,
+    attends: bool = False,
 ) -> Tensor:
     """One kernel with its own backward: saves what is named, and allocates a gradient for each input that needs one.
+
+    attends: it is attention's, whose results selective checkpointing keeps.
 
     in_place_grads: of the first so many inputs the gradient is written over what was saved for it (Triton kernels of
     Liger and Unsloth do so): no allocation.
     """
     held = tape.scratch(forward_scratch_nbytes) if forward_scratch_nbytes else None
-    out = tape.new(out_numel, out_itemsize)
-    extra = (tape.new(extra_saved_nbytes, 1),) if extra_saved_nbytes else ()
+    if attends:
+        out = tape.result(out_numel, out_itemsize, "attention")
+        extra = (tape.result(extra_saved_nbytes, 1, "attention"),) if extra_saved_nbytes else ()
+    else:
+        out = tape.new(out_numel, out_itemsize)
+        extra = (tape.new(extra_saved_nbytes, 1),) if extra_saved_nbytes else ()
     del held
     sizes = tuple(
         (one.numel, one.itemsize, one.trained if isinstance(one, Parameter) else one.requires_grad) for one in inputs
