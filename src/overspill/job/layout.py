@@ -214,7 +214,12 @@ class DeviceConfig(Frozen):
     gpu: str | None = Field(default=None, description="Name in the catalogue, as rtx4090; or of one of your own.")
     held_nbytes: Nbytes = Field(default=0, description="Memory that other processes or a display hold.")
     headroom: float = Field(default=0.10, ge=0, lt=1, description="Share of usable memory that is to stay free.")
-    alloc_conf: str = Field(default="", description="PYTORCH_CUDA_ALLOC_CONF.")
+    alloc_conf: str | None = Field(
+        default=None, description="PYTORCH_CUDA_ALLOC_CONF; none: what the framework's launcher sets."
+    )
+    avoid_record_streams: bool | None = Field(
+        default=None, description="TORCH_NCCL_AVOID_RECORD_STREAMS; none: torch's default of that version."
+    )
     system: Literal["linux", "wsl", "windows"] = Field(
         default="linux", description="On WSL and Windows the driver pages instead of failing."
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from overspill.catalog.launchers import launcher_of
 from overspill.catalog.optimizers import optimizers_of
 from overspill.errors import OverspillError
 from overspill.forecast.device import native
@@ -60,9 +61,25 @@ def resolve(job: Job, facts: ModelFacts, *, hopper: bool = False) -> Resolved:
         _megatron(draft)
     else:
         native.llm_foundry(draft)
+    _allocator(draft)
     for library in draft.versions.assumed:
         draft.assume(f"framework.versions.{library}", "newest", "no version is named")
     return Resolved(**draft.values, assumed=tuple(draft.assumed), notes=tuple(draft.notes))
+
+
+def _allocator(draft: _Draft) -> None:
+    """How the process was started: PYTORCH_CUDA_ALLOC_CONF and NCCL's way of keeping tensors alive."""
+    job, values = draft.job, draft.values
+    name, conf = job.framework.name, job.device.alloc_conf
+    launcher = launcher_of(name, draft.versions.named.get(name)) if conf is None else None
+    if launcher is not None:
+        conf = launcher.alloc_conf
+        draft.assume("device.alloc_conf", conf, launcher.source)
+    values["alloc_conf"] = conf or ""
+    # From torch 2.8 on ProcessGroupNCCL keeps references instead (pytorch#148590); the variable is ignored since.
+    avoids = job.device.avoid_record_streams or draft.versions["torch"] >= (2, 8)
+    values["records_streams"] = not avoids
+    values["steps"] = job.train.steps
 
 
 def _refuse_optimizer(job: Job) -> None:

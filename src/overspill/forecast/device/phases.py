@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from overspill.forecast.device import fsdp
 from overspill.forecast.device.ends import early_layers, final_figures
-from overspill.forecast.device.resting import CATEGORIES, Instant, Resting, gradient_nbytes, resting
+from overspill.forecast.device.resting import CATEGORIES, Instant, Resting, reduced_nbytes, resting
 from overspill.forecast.device.settings import Resolved
 from overspill.forecast.device.states import Unit, Units
 from overspill.forecast.device.zero import backward_buffers_nbytes, gathered_nbytes, step_nbytes, turn_nbytes
@@ -29,11 +29,12 @@ def instants(
 ) -> list[Instant]:
     """Every phase's highest instant, in the order of a step. stage: of the pipeline; only the last has the loss."""
     rest = resting(units, resolved)
+    before = resting(units, resolved, step_done=False) if resolved.steps == 1 else rest
     layers = [(kind, count, unit, layer_figures(kind, run_of(kind))) for kind, count, unit in units.layers]
     last = stage == resolved.pipeline - 1
     head = final_figures(facts, resolved, run_of(layers[-1][0]), units) if last else None
     early = early_layers(resolved, [(kind, run_of(kind)) for kind, _, _ in units.layers]) if stage == 0 else {}
-    return _Step(facts, units, resolved, rest, layers, head, stage, early).instants()
+    return _Step(facts, units, resolved, (before, rest), layers, head, stage, early).instants()
 
 
 class _Step:
@@ -44,14 +45,16 @@ class _Step:
         facts: ModelFacts,
         units: Units,
         resolved: Resolved,
-        rest: Resting,
+        rests: tuple[Resting, Resting],
         layers: list[tuple[LayerKind, int, Unit, LayerFigures]],
         head: HeadFigures | None,
         stage: int,
         early: dict[int, LayerFigures],
     ) -> None:
         self.stage, self.early = stage, early
-        self.facts, self.units, self.resolved, self.rest, self.head = facts, units, resolved, rest, head
+        self.facts, self.units, self.resolved, self.head = facts, units, resolved, head
+        #: What rests before the step's update, and with it: they differ in a run of one step.
+        self.rest, self.updated = rests
         by_position = sorted(
             (position, index)
             for index, (kind, count, _, _) in enumerate(layers)
@@ -70,7 +73,7 @@ class _Step:
 
     def _instant(self, phase: str, *, gradients: float = 0, activations: float = 0, logits: float = 0,
                  communication: float = 0, temporaries: float = 0) -> Instant:  # fmt: skip
-        rest = self.rest
+        rest = self.updated if phase == "optimizer step" else self.rest
         return Instant(
             phase=phase,
             weights=rest.weights,
@@ -197,7 +200,7 @@ class _Step:
         if resolved.gradients_on_host:
             return 0.0
         share = self._gradient_share()
-        return self.units.total(lambda unit: share * gradient_nbytes(unit, resolved))
+        return self.units.total(lambda unit: reduced_nbytes(unit, resolved, share))
 
     def _backward(self) -> list[Instant]:
         resolved, sharding = self.resolved, self.resolved.sharding
@@ -223,7 +226,7 @@ class _Step:
                 )
             )
             if not earlier and not resolved.update_in_backward:
-                done += share * gradient_nbytes(self.units.head, resolved)
+                done += reduced_nbytes(self.units.head, resolved, share)
         tied = self._tied_gradient()
         kept = self.kept
         best: Instant | None = None
@@ -255,7 +258,7 @@ class _Step:
                 retained += 2 * figures.boundary_nbytes
             retained += figures.outliving_nbytes
             if not earlier and not resolved.update_in_backward:
-                done += share * gradient_nbytes(unit, resolved)
+                done += reduced_nbytes(unit, resolved, share)
         assert best is not None
         result.append(best)
         if resolved.longest_first and sharding.accumulates_whole and resolved.accumulation > 1:

@@ -9,7 +9,7 @@ from overspill.forecast.device.states import Unit, Units, optimizer_nbytes
 from overspill.forecast.device.zero import resting_buffers_nbytes
 from overspill.forecast.tape import Category
 
-__all__ = ["CATEGORIES", "Instant", "Resting", "gradient_nbytes", "resting"]
+__all__ = ["CATEGORIES", "Instant", "Resting", "gradient_nbytes", "reduced_nbytes", "resting"]
 
 CATEGORIES = tuple(category.name.lower() for category in Category)
 
@@ -62,12 +62,15 @@ def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Rest
     expert_share = 1 / resolved.expert_ranks if sharding.splits_optimizer else 1.0
 
     def weights(unit: Unit) -> float:
-        return weight_share * (
-            unit.trained_numel * resolved.trained_itemsize
+        # Experts are split over the ranks that expert parallelism has left.
+        expert = unit.expert_numel if sharding.splits_weights else 0
+        own = weight_share * (
+            (unit.trained_numel - expert) * resolved.trained_itemsize
             + unit.frozen_numel * resolved.frozen_itemsize
             + unit.adapter_numel * resolved.adapter_itemsize
             + unit.quantised_nbytes
         )
+        return own + (expert * resolved.trained_itemsize * expert_share if weight_share else 0.0)
 
     state = 0.0
     if step_done and resolved.optimizer.on_device:
@@ -83,6 +86,14 @@ def resting(units: Units, resolved: Resolved, *, step_done: bool = True) -> Rest
         kept = units.total(lambda unit: gradient_share * gradient_nbytes(unit, resolved))
     buffers = resting_buffers_nbytes(units, resolved)
     return Resting(round(units.total(weights)), round(state), round(kept), resolved.workspace_nbytes, buffers)
+
+
+def reduced_nbytes(unit: Unit, resolved: Resolved, share: float) -> float:
+    """Of one unit on one rank. share: of what expert parallelism has not divided, where gradients are split."""
+    whole = share * gradient_nbytes(unit, resolved)
+    if share == 1 or not unit.expert_numel or not resolved.sharding.splits_gradients or not share:
+        return whole
+    return whole + unit.expert_numel * resolved.gradient_itemsize * (1 / resolved.expert_ranks - share)
 
 
 def gradient_nbytes(unit: Unit, resolved: Resolved) -> float:

@@ -7,6 +7,7 @@ make it fit. JSON by pydantic; the terminal's form is cli/device.py's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, Literal, Self
 
@@ -166,12 +167,16 @@ def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, 
     usable = card.usable_nbytes if card is not None else None
     room = usable - held if usable is not None else None
     torch = job.framework.versions.get("torch")
-    settings = AllocatorSettings.parse(job.device.alloc_conf)
+    settings = AllocatorSettings.parse(rank.resolved.alloc_conf)
+    if card is not None and card.vendor == "AMD":
+        # "expandable_segments not supported on this platform": CUDACachingAllocator.cpp under HIP.
+        settings = replace(settings, expandable_segments=False)
     allocated, need = needed(peak.total_nbytes, rank.resolved, torch=torch)
 
     @cache
     def figures() -> Shown:
-        events = step_events(facts, rank.units, rank.resolved, run_of_rank(job, facts, rank.resolved), stage=rank.stage)
+        events = step_events(facts, rank.units, rank.resolved, run_of_rank(job, facts, rank.resolved),
+                             stage=rank.stage, steps=min(2, rank.resolved.steps or 2))  # fmt: skip
         return shown(
             peak.total_nbytes, events, rank.resolved, settings, capacity_nbytes=room, torch=torch,
             logits_nbytes=peak.logits, loaded_nbytes=_loaded_nbytes(job, rank),

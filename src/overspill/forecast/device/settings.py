@@ -101,6 +101,8 @@ class Resolved:
     unties: tied parameters are two. frozen_embedding: the first layer's input needs no gradient; first_prompt: the
     first layer with LLaMA-Adapter's prompt. longest_first: the longest batch is the first, before any gradient.
     holds_last_step: the loop keeps the last logits, and with them their graph, until the model has answered again.
+    alloc_conf: PYTORCH_CUDA_ALLOC_CONF. records_streams: tensors of asynchronous collectives are recorded on NCCL's
+    stream. steps: how many the run has, where that is said: before the first there is no optimizer state.
     """
 
     style: Style
@@ -144,6 +146,9 @@ class Resolved:
     weights_on_host: bool = False
     loads_whole: bool = False
     expert_ranks: int = 1
+    alloc_conf: str = ""
+    records_streams: bool = False
+    steps: int | None = None
     assumed: tuple[Assumed, ...] = ()
     notes: tuple[str, ...] = field(default=())
 

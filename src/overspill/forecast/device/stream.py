@@ -8,6 +8,7 @@ replay: forecast/allocator.py; what is made of it: overhead.py.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +35,9 @@ _LARGE_NBYTES = MiB
 LOADING = "load"
 #: torch/nn/parallel/distributed.py, bucket_cap_mb
 _DDP_BUCKET_NBYTES = 25 * MiB
+#: Layers that the host is ahead of the device ([Note: Recorded]): as many as FSDP1's limiter lets it be
+#: (torch/distributed/fsdp/_limiter_utils.py); nothing limits it elsewhere.
+_AHEAD = 2
 
 
 @dataclass
@@ -88,6 +92,10 @@ class _Stream:
         self.held: list[Tensor] = []
         self.kept_nbytes: dict[str, int] = {}
         self.accumulates = False
+        #: Blocks of collectives, by the layer that they were used in, that NCCL's stream is recorded on.
+        self.crossed: deque[list[int]] = deque([[]])
+        if resolved.tensor > 1 and resolved.records_streams:
+            self.tape.on_collective = self._crosses
         every = resolved.checkpoint_every
         self.checkpointed = [
             resolved.checkpointing != "none" and number % every == 0 for number in range(len(self.layers))
@@ -133,7 +141,8 @@ class _Stream:
 
     def _weights(self, pieces: Pieces, share: float) -> list[Tensor]:
         """FSDP1 joins a unit's parameters into one; the others leave each by itself."""
-        sizes = [nbytes * share for _, nbytes in pieces.weights]
+        of_expert = 1 / self.resolved.expert_ranks if self.resolved.sharding.splits_weights else share
+        sizes = [nbytes * (of_expert if is_expert else share) for _, nbytes, is_expert in pieces.weights]
         if self.resolved.sharding.kind == "fsdp1" and share < 1:
             sizes = [sum(sizes)]
         return [self.tape.scratch(int(nbytes)) for nbytes in sizes if nbytes >= 1]
@@ -178,6 +187,11 @@ class _Stream:
         while waiting:
             self._backward(waiting.pop(0), first=first)
         self.exchange.finish()
+        self.crossed.append([])
+        for layer in self.crossed:
+            for block in layer:
+                self.memory.completed(block)
+        self.crossed = deque([[]])
         self._update(first=first)
         self.gradients.clear()
         self.accumulates = False
@@ -197,6 +211,19 @@ class _Stream:
         if sharding.splits_gradients or resolved.gradients_on_host:
             return False
         return not self.accumulates
+
+    def _crosses(self, tensor: Tensor) -> None:
+        """[Note: Recorded] An asynchronous collective records its tensors on NCCL's stream (ProcessGroupNCCL.cpp, before
+        torch 2.8): let go, they are free when the device gets there, which the host is layers ahead of."""
+        if tensor.storage is not None:
+            self.memory.recorded.add(tensor.storage.block)
+            self.crossed[-1].append(tensor.storage.block)
+
+    def _next_layer(self) -> None:
+        self.crossed.append([])
+        while len(self.crossed) > _AHEAD:
+            for block in self.crossed.popleft():
+                self.memory.completed(block)
 
     def _as_leaf(self, x: Tensor, *, needs: bool = True) -> Tensor:
         leaf = Tensor(x.storage, x.numel, x.itemsize, requires_grad=needs)
@@ -257,6 +284,8 @@ class _Stream:
             tape.grad_enabled, tape.selection = not self.checkpointed[number], selection
             out = run_layer(tape, kind, source, run)
             tape.grad_enabled, tape.selection = True, None
+            if selection is not None and resolved.style.compiled:
+                selection.drop_last()
             del source
             if self.checkpointed[number]:
                 boundary = h if not resolved.offloads_boundaries else Tensor(None, h.numel, h.itemsize)
@@ -266,6 +295,7 @@ class _Stream:
                 made.ran.append(_Ran(out=Tensor(None, out.numel, out.itemsize, node=out.node)))
             h = Tensor(out.storage, out.numel, out.itemsize)
             del out
+            self._next_layer()
             if resolved.sharding.reshard_after_forward or resolved.sharding.kind == "zero3":
                 self.exchange.let_go(gathered)
             else:
@@ -304,6 +334,7 @@ class _Stream:
                 continue
             gathered = self._gather_layer(number, forward=False)
             self._through(number, ran, grads, retained)
+            self._next_layer()
             self.exchange.let_go(gathered)
             own = list(tape.gradients)
             tape.gradients.clear()
@@ -446,20 +477,17 @@ class _Stream:
 
     def _shares(self, pieces: Pieces) -> list[float]:
         """Elements of each trained tensor that this rank updates."""
-        resolved, sharding = self.resolved, self.resolved.sharding
-        if not sharding.splits_optimizer:
+        if not self.resolved.sharding.splits_optimizer:
             return [float(numel) for numel in pieces.trained]
-        return [
-            numel / (resolved.expert_ranks if of_expert else sharding.ranks)
-            for numel, of_expert in zip(pieces.trained, pieces.expert, strict=True)
-        ]
+        return pieces.shards(self.resolved)
 
     def _updated(self) -> list[tuple[Pieces, list[float]]]:
-        """FSDP1 updates one flat parameter a unit, ZeRO one partition of all; the others each parameter."""
+        """ZeRO updates one partition of all. FSDP1 keeps the parameters as views of a unit's flat one (use_orig_params,
+        the default of `accelerate launch` and Fabric): a rank has the first ones whole until its share is full."""
         kind = self.resolved.sharding.kind
         found = [(pieces, self._shares(pieces)) for pieces in self._all_pieces() if pieces.trained]
         if kind == "fsdp1" and self.resolved.sharding.ranks > 1:
-            return [(pieces, [sum(shares)]) for pieces, shares in found]
+            return [(pieces, _first(pieces.trained, sum(shares))) for pieces, shares in found]
         if kind.startswith("zero") and found:
             return [(found[0][0], [sum(sum(shares) for _, shares in found)])]
         return found
@@ -488,6 +516,17 @@ class _Stream:
             temporaries.append(tape.scratch(round(largest * optimizer.step_largest)))
         temporaries.clear()
         copies.clear()
+
+
+def _first(numels: tuple[int, ...], room: float) -> list[float]:
+    """The elements of the first tensors, until ``room`` is full."""
+    found = []
+    for numel in numels:
+        if room <= 0:
+            break
+        found.append(min(float(numel), room))
+        room -= numel
+    return found
 
 
 def step_events(

@@ -18,13 +18,22 @@ __all__ = ["Pieces", "state_itemsize", "unit_pieces"]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """One unit's tensors on one rank before data-parallel sharding. weights: (elements, bytes at rest) of each.
-    trained: elements of those that the optimizer has, adapters last. expert: of trained, those of routed experts."""
+    """One unit's tensors on one rank before data-parallel sharding. weights: (elements, bytes at rest, whether of
+    routed experts) of each. trained: elements of those that the optimizer has, adapters last. expert: of trained, those
+    of routed experts."""
 
     unit: Unit
-    weights: tuple[tuple[int, int], ...]
+    weights: tuple[tuple[int, int, bool], ...]
     trained: tuple[int, ...]
     expert: tuple[bool, ...]
+
+    def shards(self, resolved: Resolved) -> list[float]:
+        """Elements of each trained tensor that a rank has, where ranks share them."""
+        ranks = resolved.sharding.ranks
+        return [
+            numel / (resolved.expert_ranks if of_expert else ranks)
+            for numel, of_expert in zip(self.trained, self.expert, strict=True)
+        ]
 
 
 def unit_pieces(unit: Unit, kind: LayerKind | None, resolved: Resolved) -> Pieces:
@@ -37,17 +46,17 @@ def unit_pieces(unit: Unit, kind: LayerKind | None, resolved: Resolved) -> Piece
     itemsize = resolved.trained_itemsize if unit.trained_numel else resolved.frozen_itemsize
     for numel, is_matrix, is_expert in shapes:
         if unit.quantised_nbytes and is_matrix:
-            weights.append((0, round(unit.quantised_nbytes * numel / matrices)))
+            weights.append((0, round(unit.quantised_nbytes * numel / matrices), is_expert))
             continue
         count = round(numel * own / total) if not unit.quantised_nbytes and total else numel
-        weights.append((count, count * itemsize))
+        weights.append((count, count * itemsize, is_expert and unit.trained_numel > 0))
         if unit.trained_numel:
             trained.append(round(unit.trained_numel * numel / total))
             expert.append(is_expert)
     if unit.adapter_numel:
         pieces = max(1, unit.tensors if not unit.trained_numel else unit.tensors // 2)
         count = -(-unit.adapter_numel // pieces)
-        weights += [(count, count * resolved.adapter_itemsize)] * pieces
+        weights += [(count, count * resolved.adapter_itemsize, False)] * pieces
         trained += [count] * pieces
         expert += [False] * pieces
     return Pieces(unit, tuple(weights), tuple(trained), tuple(expert))

@@ -69,7 +69,7 @@ class Exchange:
 
     def _parts(self, pieces: tuple[Pieces, ...]) -> list[float]:
         size = self.sharding.gathered_itemsize
-        return [numel * size if numel else nbytes for one in pieces for numel, nbytes in one.weights]
+        return [numel * size if numel else nbytes for one in pieces for numel, nbytes, _ in one.weights]
 
     def _gather_fsdp1(self, unit: Unit) -> Tensor:
         cast = self._cast_shard(unit)
@@ -130,31 +130,31 @@ class Exchange:
         if not trained:
             grads.clear()
             return []
+        shard = sum(sum(one.shards(resolved)) for one in pieces)
         if sharding.kind == "fsdp2":
-            return self._reduce_fsdp2(trained, grads)
+            return self._reduce_fsdp2(trained, shard, grads)
         if sharding.kind == "fsdp1":
             if sharding.flat_gradients:
                 trained = sum(unit.numel for unit in units)
+                shard = trained / sharding.ranks
             flat = self.new(trained * sharding.gathered_itemsize, COMPUTE)
             grads.clear()
             wide = None
             if sharding.reduce_itemsize != sharding.gathered_itemsize:
                 wide = self.new(trained * sharding.reduce_itemsize, REDUCE)
-            out = self.new(trained / sharding.ranks * sharding.reduce_itemsize, REDUCE)
+            out = self.new(shard * sharding.reduce_itemsize, REDUCE)
             self._record([flat])
             del flat, wide
-            return [self._as_gradient(out, trained, sharding.reduce_itemsize)]
+            return [self._as_gradient(out, shard)]
         grads.clear()
         if resolved.gradients_at_rest or resolved.gradients_on_host:
             return []
         where = REDUCE if sharding.overlap_comm else COMPUTE
         return [
-            self.new(numel / sharding.ranks * resolved.gradient_itemsize, where)
-            for one in pieces
-            for numel in one.trained
+            self.new(numel * resolved.gradient_itemsize, where) for one in pieces for numel in one.shards(resolved)
         ]
 
-    def _reduce_fsdp2(self, trained: int, grads: list[Tensor]) -> list[Tensor]:
+    def _reduce_fsdp2(self, trained: int, shard: float, grads: list[Tensor]) -> list[Tensor]:
         """From torch 2.5 on the input is the computation's and the one before is let go first; before, it was the
         reduction's, and it and the gradients were held until the next unit's (pytorch#129721)."""
         sharding = self.sharding
@@ -168,13 +168,13 @@ class Exchange:
         while len(self._reducing) > 1:
             self._reducing.popleft()
         del held, source
-        out = self.new(trained / sharding.ranks * sharding.reduce_itemsize, REDUCE)
-        return [self._as_gradient(out, trained, sharding.reduce_itemsize)]
+        out = self.new(shard * sharding.reduce_itemsize, REDUCE)
+        return [self._as_gradient(out, shard)]
 
-    def _as_gradient(self, out: Tensor, trained: int, itemsize: int) -> Tensor:
-        if itemsize == self.resolved.gradient_itemsize:
+    def _as_gradient(self, out: Tensor, shard: float) -> Tensor:
+        if self.sharding.reduce_itemsize == self.resolved.gradient_itemsize:
             return out
-        return self.new(trained / self.sharding.ranks * self.resolved.gradient_itemsize, REDUCE)
+        return self.new(shard * self.resolved.gradient_itemsize, REDUCE)
 
     def finish(self) -> None:
         """The end of a backward: the computation waits for the collectives."""

@@ -137,10 +137,14 @@ _MATMULS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def _selected(kind: LayerKind, run: Run) -> int:
-    """torchtitan's selective_ac_option "op" counts matmuls from one and keeps the odd ones' results."""
+    """torchtitan's selective_ac_option "op" counts matmuls from one and keeps the odd ones' results. A compiled layer
+    keeps what its backward reads (torch/_functorch/partitioners.py): not the last product, which is only added to the
+    residual stream."""
     roles = roles_of(kind)
     found = {**roles["attention"], **roles["mlp"]}
     order = [found[role] for role in _MATMULS if role in found]
+    if run.style.compiled and order:
+        del order[-1]
     kept = sum(linear.out_features for number, linear in enumerate(order, start=1) if number % 2)
     nbytes = run.tokens * kept * run.style.compute
     if kind.attention is not None:

@@ -167,13 +167,18 @@ class Selection:
 
     def take(self, what: str) -> Tensor | None:
         """The kept result, where this is a recomputation and the policy chose it."""
-        return self._kept.pop(0) if self.recomputes and self._chosen(what) else None
+        return self._kept.pop(0) if self.recomputes and self._chosen(what) and self._kept else None
 
     def put(self, what: str, made: Tensor) -> Tensor:
         """Keeps a result of the first forward if the policy chooses it; gives it back."""
         if not self.recomputes and self._chosen(what):
             self._kept.append(Tensor(made.storage, made.numel, made.itemsize))
         return made
+
+    def drop_last(self) -> None:
+        """The layer is compiled: its last product is in no backward, and is not kept."""
+        if self._matmuls % 2:
+            self._kept.pop()
 
     def again(self) -> None:
         """From here on: the recomputation."""
