@@ -1,22 +1,18 @@
 """From what is alive to what the card shows: the allocator's holdings, the context, communicators; and the interval.
 
-Reserved: the replay of the step's allocations (stream.py) through the allocator's model. nvidia-smi: reserved plus the
-context and, with several ranks, NCCL's communicators (catalog/overheads.toml, each size with its source). Low: the
-replay under the card's capacity, the smallest context; high: the replay without one, the largest, and fragmentation by
-streams where collectives run beside the computation. docs/theory/reserved.md derives both, and says what is not known.
+Reserved: what is alive, and what the allocator caches beside it (cached.py). nvidia-smi: reserved plus the context and,
+with several ranks, NCCL's communicators (catalog/overheads.toml, each size with its source): at the low end the smallest
+that was seen, at the high end the largest. docs/theory/reserved.md derives both, and says what is not known.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from overspill.catalog.overheads import context, nccl_communicator
-from overspill.forecast.allocator import Replay, replay
-from overspill.forecast.allocator_settings import AllocatorSettings
+from overspill.forecast.device.cached import Range
 from overspill.forecast.device.settings import Resolved
-from overspill.forecast.device.stream import LOADING
-from overspill.forecast.events import Event, Kind
 
 __all__ = ["Range", "Shown", "needed", "probability_above", "shown"]
 
@@ -29,15 +25,6 @@ ALLOCATED_SPREAD = 0.03
 #: configuration over the torch and torchtitan releases of a year (pytorch/ao, docs/source/workflows/training.md:
 #: 33.7 to 47.7).
 COMPILED_SPREAD = 0.12
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Bytes: likely, and a 90 % interval."""
-
-    low: int
-    likely: int
-    high: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,51 +45,30 @@ def needed(allocated_nbytes: int, resolved: Resolved, *, torch: str | None = Non
 
 
 def shown(
-    allocated_nbytes: int,
-    events: list[Event],
+    allocated: Range,
+    beyond: Range,
     resolved: Resolved,
-    settings: AllocatorSettings,
     *,
     capacity_nbytes: int | None,
     torch: str | None = None,
-    logits_nbytes: int = 0,
-    loaded_nbytes: int = 0,
+    whole_nbytes: int = 0,
 ) -> Shown:
-    """The figures of one rank. capacity_nbytes: what the runtime offers, less what others hold; None: not known.
-    logits_nbytes: of the peak, where it is in the loss. loaded_nbytes: of a model that is whole on the card before it
-    is split ([Note: Loaded whole])."""
-    free = replay(events, settings)
-    likely = allocated_nbytes + free.reserved_peak_nbytes - _alive(events, free)
+    """The figures of one rank. allocated, beyond: what is alive, and what is cached beside it (cached.py).
+    capacity_nbytes: what the runtime offers, less what others hold; None: not known. whole_nbytes: of a model that is
+    whole on the card before it is split ([Note: Loaded whole])."""
     low_extra, high_extra = _outside(resolved, torch)
-    fits = capacity_nbytes is not None and allocated_nbytes + low_extra <= capacity_nbytes
-    if capacity_nbytes is not None and fits:
-        likely = max(allocated_nbytes, min(likely, capacity_nbytes - low_extra))
-    streams = _stream_nbytes(resolved, likely - allocated_nbytes, allocated_nbytes)
-    stranded = logits_nbytes if not resolved.compiled_loss else 0
-    block = min(_largest_transient(events), stranded) if stranded else 0
-    spread = COMPILED_SPREAD if resolved.style.compiled else ALLOCATED_SPREAD
-    low = round(min(likely, max(allocated_nbytes * (1 - spread), likely * (1 - spread))))
-    high = round(likely * (1 + 2 * spread)) + streams + 2 * block
-    likely += block
-    middle = (low_extra + high_extra) // 2
-    reserved = Range(low, likely + streams // 2, high)
-    if loaded_nbytes:
-        # [Note: Loaded whole] A quantised model is made on every card before FSDP splits it, unit by unit, while the
-        # whole one is still there: at most a share comes on top, and the allocator keeps what it had.
-        share = loaded_nbytes // max(1, resolved.sharding.ranks)
-        low, high = max(low, loaded_nbytes), max(high, loaded_nbytes + share)
-        reserved = Range(low, max(reserved.likely, loaded_nbytes + share // 2), high)
-    smi = Range(low + low_extra, reserved.likely + middle, high + high_extra)
-    if capacity_nbytes is not None and fits:
-        reserved = _capped(reserved, capacity_nbytes - low_extra)
+    reserved = allocated + beyond
+    if whole_nbytes:
+        reserved = Range(*(max(one, whole_nbytes) for one in (reserved.low, reserved.likely, reserved.high)))
+    smi = reserved + Range(low_extra, (low_extra + high_extra) // 2, high_extra)
+    if capacity_nbytes is not None and allocated.likely + low_extra <= capacity_nbytes:
+        if smi.likely > capacity_nbytes:
+            # The allocator gives back all that it caches before it fails; then it holds what is alive.
+            reserved = replace(reserved, low=min(reserved.low, allocated.likely))
+            smi = replace(smi, low=min(smi.low, allocated.likely + low_extra))
+        reserved = _capped(reserved, max(allocated.likely, capacity_nbytes - low_extra))
         smi = _capped(smi, capacity_nbytes)
     return Shown(reserved, smi)
-
-
-def _alive(events: list[Event], replayed: Replay) -> int:
-    """The highest that was allocated in a step; loading, which may stand higher, is not what the closed form counts."""
-    begin = next((index for index, event in enumerate(events) if event.phase != LOADING), 0)
-    return max(replayed.allocated_nbytes[begin:], default=0)
 
 
 def _outside(resolved: Resolved, torch: str | None) -> tuple[int, int]:
@@ -116,14 +82,6 @@ def _outside(resolved: Resolved, torch: str | None) -> tuple[int, int]:
     return low, high
 
 
-def _largest_transient(events: list[Event]) -> int:
-    """[Note: Odd blocks] The largest block that comes and goes. Logits, their fp32 copy and the shifted one are a row
-    apart in size: a cached block that is a little too small serves none of them, and stays until the card is full. How
-    many of that size are stranded depends on the order of first use: none to two, mostly one."""
-    gone = {event.block for event in events if event.kind is not Kind.MALLOC}
-    return max((event.nbytes for event in events if event.kind is Kind.MALLOC and event.block in gone), default=0)
-
-
 def _capped(one: Range, capacity: int) -> Range:
     likely = min(one.likely, capacity)
     return Range(min(one.low, capacity), likely, max(min(one.high, capacity), likely))
@@ -132,14 +90,6 @@ def _capped(one: Range, capacity: int) -> Range:
 def _communicators(resolved: Resolved) -> int:
     groups = [resolved.sharding.ranks, resolved.tensor, resolved.context, resolved.expert, resolved.pipeline]
     return 0 if all(size == 1 for size in groups) else _WORLD + sum(size > 1 for size in groups[1:])
-
-
-def _stream_nbytes(resolved: Resolved, cached: int, allocated: int) -> int:
-    """Blocks that a collective's stream still uses when their owner lets go (record_stream) cannot be reused at once:
-    at worst as much again as the transient part has cached."""
-    if not resolved.sharding.splits_weights or resolved.sharding.kind == "fsdp2":
-        return 0  # FSDP2 waits for events instead (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py)
-    return max(cached, allocated // 10)
 
 
 def probability_above(one: Range, limit: int) -> float:

@@ -16,12 +16,16 @@ from pydantic import Field, PrivateAttr, computed_field, model_validator
 from overspill.catalog.accelerators import Accelerator
 from overspill.errors import OverspillError
 from overspill.forecast.allocator_settings import AllocatorSettings
+from overspill.forecast.device.cached import Range, cached, left_of_loading, uneven_nbytes
 from overspill.forecast.device.core import Rank, forecast_ranks, run_of_rank
-from overspill.forecast.device.overhead import Range, Shown, needed, probability_above, shown
+from overspill.forecast.device.empirical import empirical_terms
+from overspill.forecast.device.overhead import Shown, needed, probability_above, shown
 from overspill.forecast.device.phases import CATEGORIES, Instant
 from overspill.forecast.device.stream import step_events
+from overspill.forecast.events import Event
 from overspill.job import Job
 from overspill.model import ModelShape
+from overspill.model.facts import ModelFacts
 from overspill.schema import Frozen, Nbytes
 from overspill.units import format_nbytes
 
@@ -104,6 +108,7 @@ class DeviceForecast(Frozen):
     reason: str = ""
     assumed: tuple[AssumedDefault, ...] = ()
     notes: tuple[str, ...] = ()
+    empirical: tuple[str, ...] = Field(default=(), description="Terms in it that nobody can explain yet.")
     shrinks: dict[str, int] = Field(
         default_factory=dict, description="Of the peak: bytes that more ranks would split, and that they would not."
     )
@@ -139,13 +144,16 @@ class DeviceForecast(Frozen):
         return made
 
 
-def forecast_device(job: Job, shape: ModelShape, card: Accelerator | None = None, *, name: str = "") -> DeviceForecast:
+def forecast_device(
+    job: Job, shape: ModelShape, card: Accelerator | None = None, *, name: str = "", empirical: bool = True
+) -> DeviceForecast:
     """Forecast a job on a card, without torch, in milliseconds.
 
     Args:
         shape: of the model.
         card: from catalog.accelerators; None: no verdict, figures only.
         name: of the model, for reports.
+        empirical: with the terms that nobody can explain yet (empirical.py).
 
     Raises:
         OverspillError: OVS201 for a model whose layers are not known, OVS101 for targets that match nothing or a layout
@@ -155,10 +163,12 @@ def forecast_device(job: Job, shape: ModelShape, card: Accelerator | None = None
     hopper = card is not None and (card.compute_capability or "0").split(".")[0] in ("9", "10", "12")
     ranks = forecast_ranks(job, shape, hopper=hopper)
     rank = max(ranks, key=lambda one: one.peak.total_nbytes)
-    return build(job, shape, rank, card, name=name)
+    return build(job, shape, rank, card, name=name, empirical=empirical)
 
 
-def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, name: str) -> DeviceForecast:
+def build(
+    job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, name: str, empirical: bool = True
+) -> DeviceForecast:
     """The forecast of one rank as data."""
     facts = shape.facts
     assert facts is not None
@@ -171,15 +181,21 @@ def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, 
     if card is not None and card.vendor == "AMD":
         # "expandable_segments not supported on this platform": CUDACachingAllocator.cpp under HIP.
         settings = replace(settings, expandable_segments=False)
+    found = empirical_terms(job, facts, rank) if empirical else ()
+    more = [one.nbytes for one in found if one.figure == "allocated"]
     allocated, need = needed(peak.total_nbytes, rank.resolved, torch=torch)
+    for one in more:
+        allocated, need = allocated + one, need + one
 
     @cache
     def figures() -> Shown:
-        events = step_events(facts, rank.units, rank.resolved, run_of_rank(job, facts, rank.resolved),
-                             stage=rank.stage, steps=min(2, rank.resolved.steps or 2))  # fmt: skip
+        beyond = _beyond(job, facts, rank, settings)
+        for one in found:
+            if one.figure == "reserved":
+                beyond = beyond + one.nbytes
+        whole = _loaded_nbytes(job, rank)
         return shown(
-            peak.total_nbytes, events, rank.resolved, settings, capacity_nbytes=room, torch=torch,
-            logits_nbytes=peak.logits, loaded_nbytes=_loaded_nbytes(job, rank),
+            allocated, beyond, rank.resolved, capacity_nbytes=room, torch=torch, whole_nbytes=whole
         )  # fmt: skip
 
     probability = verdict = None
@@ -215,10 +231,33 @@ def build(job: Job, shape: ModelShape, rank: Rank, card: Accelerator | None, *, 
             AssumedDefault(field=one.field, value=one.value, why=one.why) for one in rank.resolved.assumed
         ),
         notes=rank.resolved.notes,
+        empirical=tuple(f"{one.name} ({one.source})" for one in found),
         shrinks=_shrinks(rank),
     )  # fmt: skip
     made._shown = figures
     return made
+
+
+def _beyond(job: Job, facts: ModelFacts, rank: Rank, settings: AllocatorSettings) -> Range:
+    """What the allocator caches beside what is alive."""
+    resolved, run_of = rank.resolved, run_of_rank(job, facts, rank.resolved)
+    steps = min(2, resolved.steps or 2)
+
+    def events(recorded: bool) -> list[Event]:
+        return step_events(facts, rank.units, resolved, run_of, stage=rank.stage, steps=steps, recorded=recorded)
+
+    said = job.device.avoid_record_streams is not None
+    held_back = resolved.records_streams and resolved.tensor > 1
+    beyond = cached(
+        events(recorded=held_back and said),
+        settings,
+        assumed=job.device.alloc_conf is None and bool(resolved.alloc_conf),
+        recorded=events(recorded=True) if held_back and not said else None,
+    )
+    beyond += uneven_nbytes(rank.units, resolved, run_of)
+    if whole := _loaded_nbytes(job, rank):
+        beyond += left_of_loading(whole, resolved.sharding.ranks)
+    return beyond
 
 
 def refuse_long(job: Job, shape: ModelShape) -> None:

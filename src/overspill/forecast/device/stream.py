@@ -65,13 +65,13 @@ class _Stream:
 
     def __init__(
         self, facts: ModelFacts, units: Units, resolved: Resolved, run_of: Callable[[LayerKind], Run], runs: int,
-        stage: int, *, streams: bool,
+        stage: int, *, recorded: bool,
     ) -> None:  # fmt: skip
         self.facts, self.units, self.resolved, self.run_of = facts, units, resolved, run_of
         self.memory = Memory()
         self.memory.log = []
         self.tape = Tape(self.memory)
-        self.exchange = Exchange(self.tape, units, resolved, streams=streams)
+        self.exchange = Exchange(self.tape, units, resolved)
         self.last_stage = stage == resolved.pipeline - 1
         self.flight = max(0, resolved.microbatches_in_flight - stage - 1)
         by_position = sorted(
@@ -94,7 +94,7 @@ class _Stream:
         self.accumulates = False
         #: Blocks of collectives, by the layer that they were used in, that NCCL's stream is recorded on.
         self.crossed: deque[list[int]] = deque([[]])
-        if resolved.tensor > 1 and resolved.records_streams:
+        if recorded:
             self.tape.on_collective = self._crosses
         every = resolved.checkpoint_every
         self.checkpointed = [
@@ -133,6 +133,8 @@ class _Stream:
             else:
                 for pieces in self._all_pieces():
                     self.resting += self._weights(pieces, share)
+        if resolved.optimizer.master and resolved.optimizer.on_device:
+            self._masters()
         buffers = resting_buffers_nbytes(self.units, resolved)
         while buffers > 0:
             one = min(buffers, _DDP_BUCKET_NBYTES) if sharding.kind == "ddp" else buffers
@@ -168,6 +170,11 @@ class _Stream:
         if frozen:
             self.resting.append(tape.scratch(round(frozen * share)))
         single.clear()
+
+    def _masters(self) -> None:
+        """fp32 copies are made with the optimizer, before the first step; its moments in the first."""
+        for _, shares in self._updated():
+            self.state += [self.tape.scratch(round(numel * self.resolved.optimizer.master)) for numel in shares]
 
     def _rested_share(self) -> float:
         sharding = self.resolved.sharding
@@ -503,7 +510,7 @@ class _Stream:
             copies = [tape.scratch(round(copied * part)) for part in (2 / 3, 1 / 3)]
         if first:
             for pieces, shares in updated:
-                each = state_itemsize(pieces.unit, resolved)
+                each = state_itemsize(pieces.unit, resolved) - optimizer.master
                 count = max(1, round(each / 4)) if each > 4 else 2 if each else 0
                 self.state += [tape.scratch(round(numel * each / count)) for numel in shares for _ in range(count)]
         if resolved.update_in_backward:
@@ -538,11 +545,11 @@ def step_events(
     stage: int = 0,
     steps: int = 2,
     runs: int = 40,
-    streams: bool = True,
+    recorded: bool = False,
 ) -> list[Event]:
     """The events of ``steps`` steps from a fresh process on. runs: layers that are run; the others only keep theirs.
-    stage: of the pipeline. streams: whether collectives have streams, and so pools, of their own.
+    stage: of the pipeline. recorded: tensors of asynchronous collectives are held back ([Note: Recorded]).
 
     Blocks below 1 MiB are left out: they have a pool of their own, of 2 MiB segments, that no large block waits for.
     """
-    return _Stream(facts, units, resolved, run_of, runs, stage, streams=streams).run(steps)
+    return _Stream(facts, units, resolved, run_of, runs, stage, recorded=recorded).run(steps)

@@ -27,10 +27,10 @@ _INFLIGHT = 2
 
 
 class Exchange:
-    """Gathers, lets go and reduces units. streams False: everything on one, for a comparison."""
+    """Gathers, lets go and reduces units."""
 
-    def __init__(self, tape: Tape, units: Units, resolved: Resolved, *, streams: bool = True) -> None:
-        self.tape, self.units, self.resolved, self.streams = tape, units, resolved, streams
+    def __init__(self, tape: Tape, units: Units, resolved: Resolved) -> None:
+        self.tape, self.units, self.resolved = tape, units, resolved
         self.sharding = resolved.sharding
         self._fetched: dict[str, Tensor] = {}
         self._flat: Tensor | None = None
@@ -40,7 +40,7 @@ class Exchange:
     def new(self, nbytes: float, stream: int) -> Tensor:
         """A block of a collective's on one of the streams."""
         memory = self.tape.memory
-        memory.stream = stream if self.streams else COMPUTE
+        memory.stream = stream
         made = self.tape.new(round(nbytes), 1, Category.COMMUNICATION)
         memory.stream = COMPUTE
         return made
