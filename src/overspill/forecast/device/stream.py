@@ -27,6 +27,13 @@ _LARGE_NBYTES = 2**20
 _MATRICES = 7
 
 
+def _tensors_of(unit: Unit) -> list[int]:
+    """Elements of each tensor that the optimizer has state for; vectors, and adapters, as equal parts."""
+    matrices = [rows * columns for rows, columns in unit.matrices]
+    rest = unit.trained_numel + unit.adapter_numel - sum(matrices)
+    return matrices + [rest // _MATRICES] * (_MATRICES if rest >= _MATRICES else 0)
+
+
 class _Stream:
     """One rank's step, written down."""
 
@@ -228,17 +235,17 @@ class _Stream:
         optimizer, tape = self.resolved.optimizer, self.tape
         if first and optimizer.on_device:
             for unit in [unit for _, unit in self.layers] + list(self._outer()):
-                trained = (unit.trained_numel + unit.adapter_numel) * self.state_share
-                nbytes = int(trained * (optimizer.state + optimizer.master) / (2 * _MATRICES))
-                if nbytes:
-                    self.state += [tape.scratch(nbytes) for _ in range(2 * _MATRICES)]
+                for numel in _tensors_of(unit):
+                    nbytes = int(numel * self.state_share * (optimizer.state + optimizer.master) / 2)
+                    if nbytes:
+                        self.state += [tape.scratch(nbytes) for _ in range(2)]
         if optimizer.step and optimizer.on_device and not self.resolved.update_in_backward:
             temporaries = []
             for unit in [unit for _, unit in self.layers] + list(self._outer()):
-                trained = (unit.trained_numel + unit.adapter_numel) * self.state_share
-                nbytes = int(trained * optimizer.step / _MATRICES)
-                if nbytes:
-                    temporaries += [tape.scratch(nbytes) for _ in range(_MATRICES)]
+                for numel in _tensors_of(unit):
+                    nbytes = int(numel * self.state_share * optimizer.step)
+                    if nbytes:
+                        temporaries.append(tape.scratch(nbytes))
             del temporaries
 
 
