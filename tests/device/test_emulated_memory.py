@@ -130,7 +130,7 @@ def test_an_allocation_waits_for_memory_that_a_stream_is_about_to_give_back(emul
     host = torch.zeros(MIB, dtype=torch.uint8).pin_memory()
     x = torch.ones(MIB, dtype=torch.uint8, device="emulated")
     side.wait_stream(torch.accelerator.current_stream())
-    emulated.delay_copies("d2h", 0.05)
+    emulated.set_delays(emulated.Delays(d2h=(0.05,)))
     with side:
         host.copy_(x, non_blocking=True)
     x.record_stream(side)

@@ -263,7 +263,7 @@ def test_strided_and_converting_copies_cross_the_link(emulated: ModuleType) -> N
 def test_a_planted_failure_is_raised_where_the_host_synchronises(emulated: ModuleType) -> None:
     x = torch.zeros(8, device="emulated")
     host = pinned(1.0, 8)
-    emulated.fail_copy("h2d", after=1, message="cable pulled")
+    emulated.fail("h2d", after=1, message="cable pulled")
     x.copy_(host, non_blocking=True)
     torch.accelerator.synchronize()
     x.copy_(host, non_blocking=True)
@@ -271,13 +271,13 @@ def test_a_planted_failure_is_raised_where_the_host_synchronises(emulated: Modul
         torch.accelerator.synchronize()
     x.copy_(host, non_blocking=True)  # the link works again
     torch.accelerator.synchronize()
-    emulated.fail_copy("d2h")
-    with pytest.raises(RuntimeError, match="the link failed"):
+    emulated.fail("d2h")
+    with pytest.raises(RuntimeError, match="uncorrectable ECC error"):
         x.cpu()
 
 
 def test_a_delayed_copy_still_keeps_its_place_in_the_stream(emulated: ModuleType) -> None:
-    emulated.delay_copies("h2d", 0.05)
+    emulated.set_delays(emulated.Delays(h2d=(0.05,)))
     x = torch.zeros(8, device="emulated")
     x.copy_(pinned(1.0, 8), non_blocking=True)
     x.add_(1)
