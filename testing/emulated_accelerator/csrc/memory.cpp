@@ -163,7 +163,9 @@ c10::DataPtr DeviceMemory::allocate(size_t nbytes) {
   }
   change_stat(stats_.requested_bytes, held, [&](auto& entry) { entry.increase(nbytes); });
   change_stat(stats_.allocation, held, [](auto& entry) { entry.increase(1); });
-  change_stat(stats_.active, held, [](auto& entry) { entry.increase(1); });
+  for (auto* stat : {&stats_.active, &stats_.segment}) {  // each block is a device allocation of its own
+    change_stat(*stat, held, [](auto& entry) { entry.increase(1); });
+  }
   ++stats_.num_device_alloc;
   char* address = block->address;
   return {address, new BlockPtr(std::move(block)), &DeviceMemory::free, device};
@@ -174,7 +176,9 @@ void DeviceMemory::return_capacity(const Block& block) {
   for (auto* stat : {&stats_.active_bytes, &stats_.reserved_bytes}) {
     change_stat(*stat, block.held_nbytes, [&](auto& entry) { entry.decrease(block.held_nbytes); });
   }
-  change_stat(stats_.active, block.held_nbytes, [](auto& entry) { entry.decrease(1); });
+  for (auto* stat : {&stats_.active, &stats_.segment}) {
+    change_stat(*stat, block.held_nbytes, [](auto& entry) { entry.decrease(1); });
+  }
   ++stats_.num_device_free;
 }
 
@@ -256,7 +260,7 @@ c10::CachingDeviceAllocator::DeviceStats DeviceMemory::getDeviceStats(c10::Devic
 void DeviceMemory::resetAccumulatedStats(c10::DeviceIndex) {
   std::lock_guard lock(mutex_);
   for (auto* stat : {&stats_.allocated_bytes, &stats_.active_bytes, &stats_.reserved_bytes, &stats_.requested_bytes,
-                     &stats_.allocation, &stats_.active}) {
+                     &stats_.allocation, &stats_.active, &stats_.segment}) {
     for_each_entry(*stat, [](auto& entry) { entry.reset_accumulated(); });
   }
   stats_.num_ooms = stats_.num_alloc_retries = stats_.num_sync_all_streams = 0;
@@ -266,7 +270,7 @@ void DeviceMemory::resetAccumulatedStats(c10::DeviceIndex) {
 void DeviceMemory::resetPeakStats(c10::DeviceIndex) {
   std::lock_guard lock(mutex_);
   for (auto* stat : {&stats_.allocated_bytes, &stats_.active_bytes, &stats_.reserved_bytes, &stats_.requested_bytes,
-                     &stats_.allocation, &stats_.active}) {
+                     &stats_.allocation, &stats_.active, &stats_.segment}) {
     for_each_entry(*stat, [](auto& entry) { entry.reset_peak(); });
   }
 }
