@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from testing.emulated_accelerator._build import BuildError, build, load_extension
+from testing.emulated_accelerator._build import BuildError, build, has_compiler, load_extension
 from testing.emulated_accelerator._values import (
     DELAYED,
     LANES,
@@ -42,9 +42,11 @@ __all__ = [
     "Stats",
     "build",
     "fail",
+    "has_compiler",
     "hold",
     "idle_seconds",
     "is_registered",
+    "poison",
     "poison_freed",
     "poison_fresh",
     "poison_in_flight",
@@ -118,9 +120,7 @@ def reset() -> None:
     extension.set_compute_delay(0.0, 0.0, 1.0)
     extension.set_launch_blocking(False)
     extension.set_capacity(DEFAULT_CAPACITY_NBYTES)
-    extension.poison_freed(False)
-    extension.poison_fresh(False)
-    extension.poison_in_flight(False)
+    poison(False)
     extension.record_operations(False)
     extension.take_operations()
     extension.forget_error()
@@ -156,6 +156,13 @@ def set_compute_delay(*, seconds_per_op: float = 0.0, bytes_per_s: float | None 
 def set_launch_blocking(on: bool) -> None:
     """Whether the host waits for each operation, as under CUDA_LAUNCH_BLOCKING=1; errors then come at their place."""
     _loaded().set_launch_blocking(on)
+
+
+def poison(on: bool) -> None:
+    """All three kinds of poison at once; what tests run under unless they say otherwise."""
+    poison_freed(on)
+    poison_fresh(on)
+    poison_in_flight(on)
 
 
 def poison_freed(on: bool) -> None:

@@ -119,6 +119,7 @@ def test_a_buffer_used_again_with_the_same_values_shows_a_missing_wait_only_when
         side.synchronize()
         return seen
 
+    emulated.poison_in_flight(False)
     assert read_too_early().eq(3).all()
     emulated.poison_in_flight(True)
     assert read_too_early().isnan().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -25,7 +26,9 @@ def wait_until(reached: Callable[[Any], bool], emulated: ModuleType) -> None:
         time.sleep(0.001)
 
 
-def test_a_missing_wait_shows_as_wrong_data(emulated: ModuleType) -> None:
+@pytest.mark.parametrize("poisoned", [False, True], ids=["plain", "poisoned"])
+def test_a_missing_wait_shows_as_wrong_data(emulated: ModuleType, poisoned: bool) -> None:
+    emulated.poison_in_flight(poisoned)
     side = torch.Stream("emulated")
     x = torch.zeros(ELEMENTS, device="emulated")
     side.wait_stream(torch.accelerator.current_stream())
@@ -33,14 +36,18 @@ def test_a_missing_wait_shows_as_wrong_data(emulated: ModuleType) -> None:
     with emulated.hold("h2d"):
         with side:
             x.copy_(host, non_blocking=True)
+        wait_until(lambda s: s.h2d_running == 1, emulated)
+        time.sleep(0.05 if poisoned else 0)  # the copy stands at the gate when it has poisoned what it will write
         early = x.sum()
         torch.accelerator.current_stream().synchronize()
     side.synchronize()
     late = x.sum()
-    assert (early.item(), late.item()) == (0, ELEMENTS)
+    assert math.isnan(early.item()) if poisoned else early.item() == 0
+    assert late.item() == ELEMENTS
 
 
 def test_a_missing_wait_can_see_half_a_copy(emulated: ModuleType) -> None:
+    emulated.poison_in_flight(False)
     emulated.set_link(h2d_bytes_per_s=5e6)
     side = torch.Stream("emulated")
     x = torch.zeros(ELEMENTS, device="emulated")
