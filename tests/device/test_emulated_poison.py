@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import time
 from types import ModuleType
 
 import pytest
@@ -91,11 +90,7 @@ def test_what_a_copy_is_on_its_way_to_reads_as_poison_also_if_the_same_bytes_lay
         torch.zeros(1, device="emulated").add_(1)  # other streams go on
         torch.accelerator.current_stream().synchronize()
         assert not event.query()
-        poisoned = host.isnan() if dtype.is_floating_point else host.ne(0)
-        deadline = time.monotonic() + 60
-        while not poisoned.all():
-            assert time.monotonic() < deadline
-            poisoned = host.isnan() if dtype.is_floating_point else host.ne(0)
+        assert (host.isnan() if dtype.is_floating_point else host.ne(0)).all()
         if strided:
             assert all_of_it[:, 1::2].eq(0).all()
     event.synchronize()
@@ -114,7 +109,6 @@ def test_a_buffer_used_again_with_the_same_values_shows_a_missing_wait_only_when
                 host.copy_(x, non_blocking=True)
             while emulated.stats().d2h_running == 0:
                 pass
-            time.sleep(0.02)
             seen = host.clone()
         side.synchronize()
         return seen

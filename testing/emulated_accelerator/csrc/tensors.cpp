@@ -64,7 +64,6 @@ void launch(
               asked = Clock::now(), fate = faults().next(kind), blocks = std::move(blocks), task = std::move(task),
               begin = std::move(begin)] {
     if (pending_error().device_is_lost()) return;
-    Running running(name, lane, id, nbytes);
     const auto in_use = [&] {
       std::deque<BlockUse> uses;
       for (const auto& block : blocks) uses.emplace_back(block, name);
@@ -74,6 +73,7 @@ void launch(
       const auto uses = in_use();
       begin();
     }
+    Running running(name, lane, id, nbytes);
     clock.come_to(asked);
     if (gate(lane).pass(lane)) clock.come_to(Clock::now());
     clock.pass(fate.delay_seconds);

@@ -9,7 +9,7 @@
 namespace emulated {
 
 // Queues `task` on the current stream. While it runs, `blocks` are in use and the operation is on record. `begin` is
-// done when the operation starts, before it is delayed or held.
+// done before the operation is seen to run, is delayed or is held.
 using Task = std::function<void(StreamClock&)>;
 void launch(
     std::string name, Lane lane, uint64_t nbytes, std::vector<BlockPtr> blocks, Task task,
