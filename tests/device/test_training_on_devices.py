@@ -16,12 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from overspill import attach
+from overspill.errors import OverspillError
 from overspill.plan import Durability, Overlap, Placement, Plan
 from overspill.train.transfer import DeviceLink
 from overspill.units import MiB
 from testing.devices import make_hostile
+from testing.emulated_accelerator import Delays
+from testing.emulated_accelerator.schedules import delay_schedules
 
 VOCAB = 96
 STEPS = 6
@@ -120,7 +125,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # of CUDA's kernels some add in any order
+    if torch.cuda.is_available():  # where some kernels add in any order
+        torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -134,6 +140,57 @@ def test_losses_and_weights_are_the_same_wherever_state_lives(
     durability = Durability(every_steps=2 if placement == "mixed" else 0)
     plan = make_plan(placement, overlap=overlap, durability=durability)
     assert_same(train(tmp_path, plan, device), reference(device))
+
+
+def check_under_delays(examples: int, emulated: ModuleType, directory: Path) -> None:
+    numbers = itertools.count()
+    expected = train(directory / "cpu", make_plan("host"), "cpu", last=3)
+
+    @given(
+        delays=delay_schedules(most_seconds=0.004, most_compute_seconds=0.0004),
+        placement=st.sampled_from(["host", "disk", "mixed"]),
+        overlap=st.sampled_from(list(Overlap)),
+    )
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(delays: Delays, placement: str, overlap: Overlap) -> None:
+        emulated.reset()
+        make_hostile("emulated", delays)
+        plan = make_plan(placement, overlap=overlap)
+        assert_same(train(directory / str(next(numbers)), plan, "emulated", last=3), expected)
+
+    check()
+
+
+def test_no_schedule_of_delays_changes_a_run(emulated: ModuleType, tmp_path: Path) -> None:
+    check_under_delays(5, emulated, tmp_path)
+
+
+@pytest.mark.slow
+def test_none_of_two_hundred_schedules_of_delays_changes_a_run(emulated: ModuleType, tmp_path: Path) -> None:
+    check_under_delays(200, emulated, tmp_path)
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+@pytest.mark.parametrize("what", ["compute", "h2d", "d2h", "allocation"])
+def test_a_device_that_fails_ends_the_run_with_its_error_and_a_resume_gives_the_same_numbers(
+    emulated: ModuleType, reference: Callable[[str], Run], tmp_path: Path, what: str, overlap: Overlap
+) -> None:
+    make_hostile("emulated")
+    plan = make_plan("mixed", overlap=overlap, durability=Durability(every_steps=1))
+    steps: list[int] = []
+
+    def pull_the_plug(session: Any) -> None:
+        steps.append(session.step)
+        if session.step == 3:
+            emulated.fail(what, after=5, fatal=what != "allocation")
+
+    with pytest.raises((torch.AcceleratorError, torch.OutOfMemoryError, OverspillError), match="Emulated accelerator"):
+        train(tmp_path, plan, "emulated", observe=pull_the_plug)
+    assert steps == [1, 2, 3]
+    emulated.reset()
+    losses, weights = train(tmp_path, plan, "emulated", resume=True)
+    whole = reference("emulated")
+    assert_same((whole[0][: STEPS - len(losses)] + losses, weights), whole)
 
 
 def test_a_run_that_stops_goes_on_with_the_devices_weights_and_random_numbers(
