@@ -1,8 +1,8 @@
 """An accelerator made of threads: device and stream code tested on a machine that has no GPU.
 
 ``register()`` adds the device "emulated" to this process's PyTorch: memory of its own that the host cannot read,
-streams that run beside the host, a link that can be made slow, and faults on demand. README.md says what it emulates
-and what it does not. It is never part of the wheel.
+streams that run beside the host, a link that can be made slow, and faults on demand. What it emulates and what it
+does not is in docs/theory/emulated-accelerator.md; README.md says how tests use it. It is never part of the wheel.
 
 A process can register it once and keeps it, and ``torch.accelerator.is_available()`` is True from then on: that is why
 the tests that use it run in a process of their own (``device_process.py``).

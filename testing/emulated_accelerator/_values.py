@@ -65,7 +65,7 @@ class Operation(NamedTuple):
     """One operation that the device has done.
 
     Ticks count its starts and ends; they are no time. ``began_seconds`` and ``finished_seconds`` are its stream's
-    clock, in modelled time where computing or the link is made slow (README.md).
+    clock, in modelled time where computing or the link is made slow.
     """
 
     name: str
