@@ -11,6 +11,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def build(*, cache: Path | None = None) -> Path:
 
 def has_compiler() -> bool:
     """Whether a C++ compiler is here: the one that CXX names, else the one that PyTorch would take."""
-    return shutil.which(os.environ.get("CXX", "c++")) is not None
+    return shutil.which(shlex.split(os.environ.get("CXX", "c++"))[0]) is not None
 
 
 def load_extension(library: Path) -> ModuleType:
