@@ -100,20 +100,21 @@ def test_a_choice_of_tests_runs_only_these(folder: Path) -> None:
 
 
 def test_tests_for_the_cpu_run_outside_and_what_modules_share_is_ended_in_both_processes(folder: Path) -> None:
-    """Each of two modules has tests for both processes, in turns, and a fixture for all of the module."""
+    """Modules have tests for both processes, in turns, whose last is for one or the other, and a fixture for all."""
     (folder / "test_it.py").unlink()
-    for name in ("first", "second"):
+    orders = {"a": ["cpu", "emulated", "cuda"], "b": ["cpu", "cuda", "emulated"], "c": ["emulated", "cpu", "cuda"]}
+    for name, order in orders.items():
         (folder / f"test_{name}.py").write_text(
             "import pytest\n"
             "from testing.emulated_accelerator.device_process import is_device_process\n"
             "@pytest.fixture(scope='module')\n"
             f"def shared():\n    yield {name!r}\n    open(f'ended_{name}_{{is_device_process()}}', 'x').close()\n"
-            "@pytest.mark.parametrize('device', ['cpu', 'emulated', 'cuda'])\n"
+            f"@pytest.mark.parametrize('device', {order})\n"
             "@pytest.mark.parametrize('x', [1, 2])\n"
             f"def test_it(shared, device, x):\n    assert shared == {name!r}\n"
             "    assert is_device_process() == (device == 'emulated')\n"
         )
     ran = run_pytest(folder)
-    assert "12 passed" in ran.stdout, ran.stdout
-    ended = {f"ended_{name}_{inside}" for name in ("first", "second") for inside in (True, False)}
+    assert "18 passed" in ran.stdout, ran.stdout
+    ended = {f"ended_{name}_{inside}" for name in orders for inside in (True, False)}
     assert {path.name for path in folder.glob("ended_*")} == ended
