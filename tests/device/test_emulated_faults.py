@@ -50,13 +50,14 @@ def test_a_seed_gives_the_same_schedule_each_time_and_another_seed_another_one()
         Delays(h2d=(-1.0,))
 
 
-def test_the_record_of_an_event_can_be_late(emulated: ModuleType) -> None:
-    side = torch.Stream("emulated")
-    emulated.set_delays(Delays(event=(0.05,)))
-    event = side.record_event()
-    assert not event.query()
-    event.synchronize()
-    assert event.query()
+def test_the_record_of_an_event_can_be_late_and_holds_up_its_stream(emulated: ModuleType) -> None:
+    first, second, third = (torch.Event("emulated", enable_timing=True) for _ in range(3))
+    emulated.set_delays(Delays(event=(0.0, 0.05)))
+    for event in (first, second, third):
+        event.record()
+    third.synchronize()
+    assert first.elapsed_time(second) >= 50
+    assert first.elapsed_time(third) >= 50
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
