@@ -17,8 +17,8 @@ COMPONENTS ?=
 COMPETITORS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test check bench scoreboard campaign campaign-crash campaign-power-loss campaign-budget docs \
-        test-gpu bench-gpu clean
+.PHONY: help setup assets demo test check bench scoreboard campaign campaign-crash campaign-power-loss campaign-delays \
+        campaign-budget docs test-gpu bench-gpu clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -70,13 +70,16 @@ scoreboard: $(CORE)  ## docs/scoreboard.md: the forecast against published figur
 	  --compact "benchmarks/results/$$(date +%F)-scoreboard.json" \
 	  $(if $(COMPONENTS),--components "$(COMPONENTS)") $(if $(COMPETITORS),--competitors "$(COMPETITORS)")
 
-campaign: campaign-crash campaign-power-loss campaign-budget  ## the long tests: crash, power loss, budget
+campaign: campaign-crash campaign-power-loss campaign-delays campaign-budget  ## the long tests: crash, power loss, delays, budget
 
 campaign-crash: $(CORE)  ## SIGKILL at 100 random instants
 	@$(PYTEST) -q -s -m slow tests/e2e/test_crash.py
 
 campaign-power-loss: $(CORE)  ## recorded I/O replayed with unsynced writes dropped, reordered and torn
 	@$(PYTEST) -q tests/unit/test_power_loss.py
+
+campaign-delays: $(CORE)  ## training on the emulated accelerator under 200 schedules of delays
+	@$(PYTEST) -q -m slow tests/device
 
 campaign-budget: assets  ## the demo's training inside a memory cgroup
 	@$(PYTEST) -q -s -m slow tests/e2e/test_budget.py

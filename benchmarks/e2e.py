@@ -117,7 +117,9 @@ def worker(args: argparse.Namespace) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     params = sum(p.numel() for p in model.parameters())
-    share = resident_share(args, params, base_nbytes, forecast_activations_nbytes(args, config))
+    model_shape, activations_nbytes = forecast_activations(args, config)
+    room = args.activations_mib << 20 if args.activations_mib is not None else activations_nbytes * 6 // 5
+    share = resident_share(args, params, base_nbytes, room)
     plan = Plan(
         memory_nbytes=budget_nbytes(args, base_nbytes),
         optimizer_state=Placement(host=share, disk=1 - share),
@@ -206,6 +208,7 @@ def worker(args: argparse.Namespace) -> None:
         "held_MiB": {k: v >> 20 for k, v in session.pool.held_nbytes_by_class().items()},
         "stall_s": {c: round(statistics.median(row.get(c, 0.0) for row in stalls[warm:]), 4) for c in sorted(causes)},
     }
+    result["forecast"] = forecast_of(args, model_shape, plan, activations_nbytes, base_nbytes)
     session.close()
     shutil.rmtree(directory, ignore_errors=True)
     print("RESULT " + json.dumps(result), flush=True)
@@ -219,19 +222,41 @@ def budget_nbytes(args: argparse.Namespace, base_nbytes: int) -> int:
     return (args.memory_mib << 20) - base_nbytes - (args.files_mib << 20)
 
 
-def forecast_activations_nbytes(args: argparse.Namespace, config: Any) -> int:
-    """What Overspill forecasts beside the state for this batch, and a fifth: torch's matmuls keep buffers of theirs."""
+def forecast_activations(args: argparse.Namespace, config: Any) -> tuple[Any, int]:
+    """The model's shape, and what Overspill forecasts beside the state for this batch; the loop holds the logits.
+
+    The room left for it is a fifth more: torch's matmuls keep buffers of theirs.
+    """
     from overspill.forecast.activations import Batch, activation_phases
     from overspill.model import read_model
 
-    if args.activations_mib is not None:
-        return int(args.activations_mib << 20)
     with tempfile.TemporaryDirectory() as directory:
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(directory)
         shape = read_model(directory).shape
     batch = Batch(args.micro_batch, args.seq_len, 4 if args.dtype == "fp32" else 2, logits_held=True)
-    return max(phase.nbytes for phase in activation_phases(shape, batch)) * 6 // 5
+    return shape, max(phase.nbytes for phase in activation_phases(shape, batch))
+
+
+def forecast_of(
+    args: argparse.Namespace, shape: Any, plan: Any, activations_nbytes: int, base_nbytes: int
+) -> dict[str, Any]:
+    """What Overspill forecasts of this run, in the units of the measurements beside it."""
+    from overspill.forecast.core import forecast
+    from overspill.job import Job
+    from overspill.machine import Machine
+
+    job = Job.model_validate(
+        {
+            "model": {"path": "benchmark", "dtype": args.dtype},
+            "data": {"path": "benchmark", "seq_len": args.seq_len},
+            "train": {"micro_batch": args.micro_batch},
+            "plan": {"master": plan.state_format.master},
+        }
+    )
+    plan = plan.model_copy(update={"activations_nbytes": activations_nbytes})
+    made = forecast(job, Machine(), shape, plan=plan, base_nbytes=base_nbytes)
+    return {"train_peak_anon_MiB": (base_nbytes + made.peak_nbytes) >> 20}
 
 
 def resident_share(args: argparse.Namespace, params: int, base_nbytes: int, activations_nbytes: int) -> float:

@@ -21,15 +21,21 @@ _ROW = ("kind", "measured_gib", "low_gib", "likely_gib", "high_gib", "error", "p
 
 
 def report(
-    rows: Sequence[Row], summary: Summary, *, kernels: list[Kernel] | None, others: dict[str, Any] | None
+    rows: Sequence[Row],
+    summary: Summary,
+    without: Summary,
+    *,
+    kernels: list[Kernel] | None,
+    others: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Sizes in GiB; errors are forecast / measured - 1."""
+    """Sizes in GiB; errors are forecast / measured - 1. without: the empirical terms."""
     return {
         "format": "overspill-scoreboard-1",
         "date": datetime.date.today().isoformat(),
         "versions": {"overspill": _version(), "python": platform.python_version()},
         "counts": summary.counts,
         "targets": [asdict(one) for one in summary.targets],
+        "targets_without_empirical": [asdict(one) for one in without.targets],
         "summary": {
             **group_figures(rows),
             "cells": [asdict(one) for one in summary.cells],

@@ -88,6 +88,7 @@ class Row:
     virtual: tuple[Virtual, ...] = ()
     notes: str = ""
     versions: str = ""
+    empirical: tuple[str, ...] = ()
 
     @property
     def mapped(self) -> bool:
@@ -155,6 +156,14 @@ def score_rows(table: Sequence[dict[str, str]], *, workers: int | None = None) -
         return list(pool.map(score_row, *zip(*marked, strict=True), chunksize=8))
 
 
+def without_empirical(table: Sequence[dict[str, str]], rows: Sequence[Row]) -> list[Row]:
+    """The rows again, those forecast anew to which a term applied that nobody can explain yet."""
+    return [
+        score_row(row, scored.repeats, empirical=False) if scored.empirical else scored
+        for row, scored in zip(table, rows, strict=True)
+    ]
+
+
 def _repeated(row: dict[str, str], first: dict[tuple[str, ...], str]) -> str:
     """The id of the first row that says the same, or nothing. Rows without any value are compared as well: two runs of
     one configuration that both fitted, or both did not, are one fact."""
@@ -163,7 +172,7 @@ def _repeated(row: dict[str, str], first: dict[tuple[str, ...], str]) -> str:
     return "" if known == row["id"] else known
 
 
-def score_row(row: dict[str, str], repeats: str = "") -> Row:
+def score_row(row: dict[str, str], repeats: str = "", *, empirical: bool = True) -> Row:
     """Never raises for what stands in a row: a row without a forecast carries the reason."""
     base = {
         "id": row["id"], "source": row["source_ref"], "framework": row["framework"], "method": row["method"],
@@ -172,7 +181,7 @@ def score_row(row: dict[str, str], repeats: str = "") -> Row:
         "repeats": repeats, "notes": row["notes"], "versions": row["versions"],
     }  # fmt: skip
     try:
-        return Row(**{**base, **_forecast(row)})  # type: ignore[arg-type]
+        return Row(**{**base, **_forecast(row, empirical=empirical)})  # type: ignore[arg-type]
     except Unmapped as error:
         reason = str(error)
     except OverspillError as error:
@@ -182,7 +191,7 @@ def score_row(row: dict[str, str], repeats: str = "") -> Row:
     return Row(**base, reason=reason)  # type: ignore[arg-type]
 
 
-def _forecast(row: dict[str, str]) -> dict[str, object]:
+def _forecast(row: dict[str, str], *, empirical: bool) -> dict[str, object]:
     kind = row["measure_kind"]
     if kind not in (*FIGURES, *ONE_SIDED):
         raise Unmapped(f"the kind {kind!r} is none of {', '.join((*FIGURES, *ONE_SIDED))}")
@@ -190,7 +199,7 @@ def _forecast(row: dict[str, str]) -> dict[str, object]:
     jobs = [job_of(one) for one in readings(row)]
     shape = shape_of(row["model"])
     card, no_card = card_of(row["gpu"])
-    forecasts = [forecast_device(job, shape, card, name=row["model"]) for job in jobs]
+    forecasts = [forecast_device(job, shape, card, name=row["model"], empirical=empirical) for job in jobs]
     likely = forecasts[0]
     figures = {name: _span([getattr(one, name) for one in forecasts]) for name in FIGURES}
     spanned = None
@@ -201,14 +210,16 @@ def _forecast(row: dict[str, str]) -> dict[str, object]:
     if card is not None and measured is not None and not row["unpredictable"]:
         shares = {"allocated": _BELOW_ALLOCATED, "smi": _FROM_SHOWN}.get(kind, ())
         for share in shares:
-            there = forecast_device(jobs[0], shape, with_capacity(card, round(share * measured * GiB)))
+            there = forecast_device(
+                jobs[0], shape, with_capacity(card, round(share * measured * GiB)), empirical=empirical
+            )
             assert there.verdict is not None and there.probability is not None
             virtual.append(Virtual(share, kind == "smi", there.verdict, there.probability))
     return {
         "framework": jobs[0].framework.name, "compiled": jobs[0].kernels.compile, "measured": measured,
         "figures": figures, "spanned": spanned, "card": card.name if card else "", "no_verdict": no_card,
         "probability": likely.probability, "verdict": likely.verdict, "peak_phase": likely.peak_phase,
-        "virtual": tuple(virtual),
+        "virtual": tuple(virtual), "empirical": tuple(sorted({term for one in forecasts for term in one.empirical})),
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,18 @@ def terminal(rows: Sequence[Row], summary: Summary) -> str:
 
 
 def page(
-    rows: Sequence[Row], summary: Summary, report: dict[str, Any], *, kernels: list[Kernel] | None,
-    others: dict[str, Any] | None,
+    rows: Sequence[Row], summary: Summary, without: Summary, report: dict[str, Any], *,
+    kernels: list[Kernel] | None, others: dict[str, Any] | None,
 ) -> str:  # fmt: skip
     """Markdown. Paths outside the repository do not appear: sources are named as the table names them."""
-    parts = [_head(summary, report), _targets(summary), _cells(summary), _verdicts(summary), _apart(rows, summary)]
+    parts = [
+        _head(summary, report),
+        _targets(summary),
+        _empirical(rows, summary, without),
+        _cells(summary),
+        _verdicts(summary),
+        _apart(rows, summary),
+    ]
     parts += [_worst(rows), _unmapped(rows)]
     parts += [_components(kernels), _competitors(rows, others)]
     return "\n\n".join(parts) + "\n"
@@ -80,6 +88,26 @@ A figure is computed for each source file and averaged over source files without
 def _targets(summary: Summary) -> str:
     body = [(_met(one), one.name, one.figure, one.limit, str(one.rows), str(one.sources)) for one in summary.targets]
     return "## Targets\n\n" + _table(("", "what", "figure", "target", "rows", "sources"), body)
+
+
+def _empirical(rows: Sequence[Row], summary: Summary, without: Summary) -> str:
+    """The terms that nobody can explain yet, and every target that they move."""
+    counts = Counter(term for row in rows for term in row.empirical)
+    parts = [
+        "## Empirical terms",
+        "Seen in published figures, with no mechanism that derives them yet; at most three. Everything else in the "
+        "forecast is derived. The targets that they move:",
+    ]
+    if not counts:
+        return "\n\n".join([parts[0], "None applies to a row."])
+    moved = [
+        (one.name, one.figure, _met(one), other.figure, _met(other))
+        for one, other in zip(summary.targets, without.targets, strict=True)
+        if one.figure != other.figure
+    ]
+    parts.append(_table(("term", "rows"), ((term, str(count)) for term, count in sorted(counts.items()))))
+    parts.append(_table(("what", "with", "", "without", ""), moved) if moved else "None.")
+    return "\n\n".join([parts[0], parts[2], parts[1], parts[3]])
 
 
 def _cells(summary: Summary) -> str:

@@ -23,7 +23,7 @@ if str(HERE) not in sys.path:
 import components  # noqa: E402
 import score_output  # noqa: E402
 import score_tables  # noqa: E402
-from score_rows import BadTable, read_rows, score_rows  # noqa: E402
+from score_rows import BadTable, read_rows, score_rows, without_empirical  # noqa: E402
 from score_summary import summarise  # noqa: E402
 
 
@@ -49,13 +49,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"scoreboard: {error}", file=sys.stderr)
         return 2
     rows = score_rows(table, workers=args.workers)
-    summary = summarise(rows)
-    report = score_output.report(rows, summary, kernels=kernels, others=others)
+    summary, without = summarise(rows), summarise(without_empirical(table, rows))
+    report = score_output.report(rows, summary, without, kernels=kernels, others=others)
     print(score_tables.terminal(rows, summary))
     for path, text in (
         (args.json, json.dumps(report, indent=1)),
         (args.compact, score_output.compact(report)),
-        (args.markdown, score_tables.page(rows, summary, report, kernels=kernels, others=others)),
+        (args.markdown, score_tables.page(rows, summary, without, report, kernels=kernels, others=others)),
     ):
         if path:
             Path(path).write_text(text + ("" if text.endswith("\n") else "\n"), encoding="utf-8")

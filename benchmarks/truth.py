@@ -232,6 +232,8 @@ def _torchtitan(row: dict[str, str]) -> dict[str, dict[str, Any]]:
     )  # fmt: skip
     data["parallel"]["data"] = "fsdp1" if "FSDP1" in parallel else "fsdp2"
     data["framework"]["versions"] = _titan_versions(row)
+    if re.search(r"\bstep 1\b", notes):
+        data["train"]["steps"] = 1  # read before the optimizer's state is there
     if match := re.search(r"x TP (\d+)", parallel):
         data["parallel"]["tensor"] = int(match[1])
     if match := re.search(r"x CP (\d+)", parallel):

@@ -4,13 +4,18 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cerrno>
+#include <cstring>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "arrays.h"
 #include "dispatch.h"
 #include "hash.h"
 #include "pool.h"
+
+#include <sys/mman.h>
 
 #if defined(__GLIBC__)
 #include <malloc.h>
@@ -100,6 +105,13 @@ bool set_malloc(int mmap_threshold_nbytes, int trim_threshold_nbytes, int arena_
 #endif
 }
 
+// Whole pages; any later access is a fault.
+void forbid_access(nb::handle buffer) {
+  const Bytes bytes(buffer);
+  if (mprotect(const_cast<void*>(bytes.data), bytes.nbytes, PROT_NONE) != 0)
+    throw std::runtime_error(std::string("mprotect: ") + std::strerror(errno));
+}
+
 }  // namespace
 
 void bind_system(nb::module_& m) {
@@ -114,6 +126,7 @@ void bind_system(nb::module_& m) {
   m.def("simd_levels", &simd_levels);
   m.def("xxh3_64", &hash_whole, arg("buffer"));
   m.def("xxh3_pieces", &hash_pieces, arg("buffer"), arg("piece_nbytes"));
+  m.def("forbid_access", &forbid_access, arg("buffer"));
   m.def("malloc_trim", &trim);
   m.def("set_malloc", &set_malloc, arg("mmap_threshold_nbytes"), arg("trim_threshold_nbytes"), arg("arena_max"));
 }

@@ -108,6 +108,12 @@ def xxh3_64(buffer: Buffer | torch.Tensor) -> int:
 def xxh3_pieces(buffer: Buffer | torch.Tensor, piece_nbytes: int) -> npt.NDArray[np.uint64]:
     """XXH3-64 of each piece of piece_nbytes; the last may be shorter. An empty buffer has no pieces."""
 
+def forbid_access(buffer: Buffer) -> None:
+    """Whole pages that no one may read or write any more: an access is a segmentation fault.
+
+    Raises RuntimeError when the buffer does not start at a page.
+    """
+
 def malloc_trim() -> bool:
     """Give free heap memory back to the system. False where nothing was given back, or the libc is not glibc."""
 

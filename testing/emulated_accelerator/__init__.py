@@ -1,8 +1,8 @@
 """An accelerator made of threads: device and stream code tested on a machine that has no GPU.
 
 ``register()`` adds the device "emulated" to this process's PyTorch: memory of its own that the host cannot read,
-streams that run beside the host, a link that can be made slow, and faults on demand. README.md says what it emulates
-and what it does not. It is never part of the wheel.
+streams that run beside the host, a link that can be made slow, and faults on demand. What it emulates and what it
+does not is in docs/theory/emulated-accelerator.md; README.md says how tests use it. It is never part of the wheel.
 
 A process can register it once and keeps it, and ``torch.accelerator.is_available()`` is True from then on: that is why
 the tests that use it run in a process of their own (``device_process.py``).
@@ -13,33 +13,50 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, NamedTuple
 
-from testing.emulated_accelerator._build import BuildError, build, load_extension
+from testing.emulated_accelerator._build import BuildError, build, has_compiler, load_extension
+from testing.emulated_accelerator._values import (
+    DELAYED,
+    LANES,
+    Delayed,
+    Delays,
+    Direction,
+    Failing,
+    Lane,
+    Operation,
+    Stats,
+    idle_seconds,
+)
 
 __all__ = [
     "DEFAULT_CAPACITY_NBYTES",
     "DEVICE_NAME",
     "BuildError",
+    "Delayed",
+    "Delays",
     "Direction",
+    "Failing",
     "Lane",
     "Operation",
     "Stats",
     "build",
-    "delay_copies",
-    "fail_copy",
+    "fail",
+    "has_compiler",
     "hold",
+    "idle_seconds",
     "is_registered",
+    "poison",
     "poison_freed",
     "poison_fresh",
+    "poison_in_flight",
     "record_operations",
     "register",
     "register_host_memory",
     "reset",
     "set_capacity",
     "set_compute_delay",
+    "set_delays",
     "set_launch_blocking",
     "set_link",
     "stats",
@@ -48,52 +65,6 @@ __all__ = [
 
 DEVICE_NAME = "emulated"
 DEFAULT_CAPACITY_NBYTES = 1 << 30
-
-Direction = Literal["h2d", "d2h"]
-Lane = Literal["compute", "h2d", "d2h"]
-
-
-class Operation(NamedTuple):
-    """One operation that the device has done. Ticks count its starts and ends; they are no time."""
-
-    name: str
-    lane: Lane
-    stream: int
-    nbytes: int
-    started: int
-    ended: int
-
-    def overlaps(self, other: Operation) -> bool:
-        """Whether both were under way at some moment."""
-        return self.started < other.ended and other.started < self.ended
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stats:
-    """What the device has done since the last ``reset()``, by lane, and what it is doing (``…_running``)."""
-
-    compute_operations: int
-    compute_nbytes: int
-    compute_running: int
-    compute_most_at_once: int
-    h2d_operations: int
-    h2d_nbytes: int
-    h2d_running: int
-    h2d_most_at_once: int
-    d2h_operations: int
-    d2h_nbytes: int
-    d2h_running: int
-    d2h_most_at_once: int
-    copies_while_computing: int
-    """How often an operation started that made a copy and a computation run side by side."""
-    synchronous_copies: int
-    """Copies for which the host waited: asked to be blocking, or from or to memory that is not pinned."""
-    events_alive: int
-    error_pending: bool
-    """A stream has met an error that no synchronisation has raised yet."""
-    host_synchronous_operators: tuple[str, ...]
-    """Operators that ran with the host waiting since their result's shape depends on data (ever, in this process)."""
-
 
 _extension: ModuleType | None = None
 
@@ -131,23 +102,25 @@ def register() -> None:
 def _finish() -> None:
     extension = _loaded()
     if not extension.in_forked_child():
-        for lane in ("compute", "h2d", "d2h"):
+        for lane in LANES:
             extension.open_gate(lane)
         extension.wait_for_all_streams()
 
 
 def reset() -> None:
-    """Waits for the device, then undoes every switch and fault, forgets a pending error, and clears the counters."""
+    """Waits for the device, then undoes every switch and fault, forgets errors, and clears the counters.
+
+    A lost device works again afterwards.
+    """
     extension = _loaded()
     _finish()
     extension.forget_faults()
     for lane in ("h2d", "d2h"):
         extension.set_link(lane, 0.0)
-    extension.set_compute_delay(0.0, 0.0)
+    extension.set_compute_delay(0.0, 0.0, 1.0)
     extension.set_launch_blocking(False)
     extension.set_capacity(DEFAULT_CAPACITY_NBYTES)
-    extension.poison_freed(False)
-    extension.poison_fresh(False)
+    poison(False)
     extension.record_operations(False)
     extension.take_operations()
     extension.forget_error()
@@ -165,9 +138,19 @@ def set_capacity(nbytes: int) -> None:
     _loaded().set_capacity(nbytes)
 
 
-def set_compute_delay(*, seconds_per_op: float = 0.0, bytes_per_s: float | None = None) -> None:
-    """Makes each computation slower: by a fixed time, and by the bytes of its operands and results at a rate."""
-    _loaded().set_compute_delay(seconds_per_op, bytes_per_s or 0.0)
+def set_compute_delay(*, seconds_per_op: float = 0.0, bytes_per_s: float | None = None, times: float = 1.0) -> None:
+    """Makes each computation slower. The streams share the computing units: what they ask of them takes turns.
+
+    An operation's length is ``seconds_per_op``, plus the bytes of its operands and results at ``bytes_per_s``; the
+    CPU's kernel runs within it, so that a step's computing time is known beforehand. ``times`` above 1 adds that many
+    times what the kernel took, which is known only afterwards.
+
+    Raises:
+        ValueError: ``times`` is below 1, or a time or rate is negative.
+    """
+    if times < 1 or seconds_per_op < 0 or (bytes_per_s or 0.0) < 0:
+        raise ValueError(f"computing cannot be made faster: {seconds_per_op=}, {bytes_per_s=}, {times=}")
+    _loaded().set_compute_delay(seconds_per_op, bytes_per_s or 0.0, times)
 
 
 def set_launch_blocking(on: bool) -> None:
@@ -175,24 +158,48 @@ def set_launch_blocking(on: bool) -> None:
     _loaded().set_launch_blocking(on)
 
 
+def poison(on: bool) -> None:
+    """All three kinds of poison at once; what tests run under unless they say otherwise."""
+    poison_freed(on)
+    poison_fresh(on)
+    poison_in_flight(on)
+
+
 def poison_freed(on: bool) -> None:
-    """Whether freed memory is filled with NaN, for operations that read it while it is freed."""
+    """Whether freed memory, of the device or pinned, is filled with NaN once its last operation is done."""
     _loaded().poison_freed(on)
 
 
 def poison_fresh(on: bool) -> None:
-    """Whether new memory is filled with NaN, so that a read of memory never written shows."""
+    """Whether new memory, of the device or pinned, is filled with NaN: a read of what was never written shows."""
     _loaded().poison_fresh(on)
 
 
-def delay_copies(direction: Direction, seconds: float) -> None:
-    """Each copy in this direction starts that much later."""
-    _loaded().delay_copies(direction, seconds)
+def poison_in_flight(on: bool) -> None:
+    """Whether what a copy writes to is filled with NaN from the copy's start until its bytes arrive.
+
+    So a reader that does not wait for the copy finds NaN, even where the same bytes lay there before (a buffer that
+    is filled with the same values in each step).
+    """
+    _loaded().poison_in_flight(on)
 
 
-def fail_copy(direction: Direction, *, after: int = 0, message: str = "the link failed") -> None:
-    """The next copy in this direction after ``after`` good ones fails, once; raised where the host synchronises."""
-    _loaded().fail_copy(direction, after, message)
+def set_delays(delays: Delays) -> None:
+    """Delays the operations launched from now on; ``Delays()`` ends it."""
+    for kind in DELAYED:
+        _loaded().set_delays(kind, list(getattr(delays, kind)))
+
+
+def fail(what: Failing, *, after: int = 0, times: int = 1, message: str = "", fatal: bool = False) -> None:
+    """Makes operations fail as they do on a real device: after ``after`` more good ones, the next ``times``.
+
+    They are counted in the order of the host's calls. A failing kernel (``compute``) does nothing, a failing copy
+    moves nothing; both raise ``torch.AcceleratorError`` where the host next synchronises. An ``allocation`` raises
+    ``torch.OutOfMemoryError``, and ``pinning`` (allocating or registering pinned memory) ``torch.AcceleratorError``,
+    at the call. ``message`` replaces CUDA's text for that error. ``fatal``: the device is lost; from then on it does
+    nothing, and every launch, allocation, query and synchronisation raises the same error, until ``reset()``.
+    """
+    _loaded().fail(what, after, times, message, fatal)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["EXTENSION_NAME", "BuildError", "build", "load_extension"]
+__all__ = ["EXTENSION_NAME", "BuildError", "build", "has_compiler", "load_extension"]
 
 EXTENSION_NAME = "emulated_accelerator_C"
 FLAGS = ["-O1", "-std=c++20", "-Wno-interference-size"]
@@ -43,6 +44,11 @@ def build(*, cache: Path | None = None) -> Path:
         if not library.exists():
             _build_into(directory)
     return library
+
+
+def has_compiler() -> bool:
+    """Whether a C++ compiler is here: the one that CXX names, else the one that PyTorch would take."""
+    return shutil.which(shlex.split(os.environ.get("CXX", "c++"))[0]) is not None
 
 
 def load_extension(library: Path) -> ModuleType:

@@ -3,7 +3,8 @@
 A pytest process (or xdist worker) whose conftest imports ``pytest_runtest_protocol`` from here starts one child pytest
 for all tests beside that conftest, tells it one test after the other, and reports the child's results as its own:
 names, tracebacks, captured output, skips and durations are as if the tests had run here. A child that crashes fails
-the one test that it was running; the next test gets a new child.
+the one test that it was running; the next test gets a new child. A test with a parameter "cpu" or "cuda" runs in the
+calling process: with the emulated device registered, PyTorch knows no other accelerator.
 
 ``OVERSPILL_DEVICE_PROCESS=1 pytest tests/device/…`` runs the tests in the calling process instead, for ``--pdb``.
 
@@ -34,11 +35,19 @@ _PIPES = "OVERSPILL_DEVICE_PROCESS_PIPES"
 # A test may build the device first, on a busy machine; a device that hangs must still end in a message.
 PATIENCE_SECONDS = 600
 STACKS_AFTER_SECONDS = 240
+# The child sees no device but the emulated one.
+_NO_OTHER = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
 def is_device_process() -> bool:
     """Whether this process was started to have the device, or was told to run the tests itself."""
     return MARK in os.environ
+
+
+def runs_here(item: pytest.Item) -> bool:
+    """Whether the test is for a device that needs no process of its own."""
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and bool({"cpu", "cuda"} & {p for p in callspec.params.values() if isinstance(p, str)})
 
 
 class _DeviceProcess:
@@ -58,7 +67,7 @@ class _DeviceProcess:
         path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), root, os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [*command, *files],
-            env={**os.environ, MARK: "1", _PIPES: f"{to_child},{from_child}", "PYTHONPATH": path},
+            env={**os.environ, **_NO_OTHER, MARK: "1", _PIPES: f"{to_child},{from_child}", "PYTHONPATH": path},
             pass_fds=(to_child, from_child),
             stdin=subprocess.DEVNULL,
             stdout=self.errors,
@@ -136,7 +145,7 @@ _child = pytest.StashKey[_DeviceProcess]()
 
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """The parent's hook; conftest.py imports it."""
-    if is_device_process():
+    if is_device_process() or runs_here(item):
         return None
     stash = item.session.stash
     if _child not in stash or not stash[_child].alive:
@@ -147,6 +156,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in stash[_child].run(item, nextitem):
         item.ihook.pytest_runtest_logreport(report=report)
+    # An earlier test of this process may have left what it shares with this one; see the child's loop.
+    ended = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), when="teardown")
+    if ended.excinfo is not None:
+        item.ihook.pytest_runtest_logreport(report=item.ihook.pytest_runtest_makereport(item=item, call=ended))
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
@@ -170,6 +183,8 @@ class _Child:
             command = json.loads(line)
             item = items[command["test"]]
             nextitem = items.get(command["next"])
+            # Tests in between may have run elsewhere, so what comes next was not what the last test had been told.
+            session._setupstate.teardown_exact(item)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
             self.say({"done": item.nodeid})
         return True

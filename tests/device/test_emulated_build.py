@@ -40,6 +40,13 @@ def test_a_change_of_the_sources_asks_for_another_build(tmp_path: Path, monkeypa
     assert _build._key() != before
 
 
+def test_whether_there_is_a_compiler_is_asked_of_the_one_that_would_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert not _build.has_compiler()
+    monkeypatch.setenv("CXX", f"{sys.executable} -with arguments")
+    assert _build.has_compiler()
+
+
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     return subprocess.run(
@@ -90,3 +97,24 @@ def test_one_process_serves_until_it_dies_and_then_a_new_one(folder: Path) -> No
 def test_a_choice_of_tests_runs_only_these(folder: Path) -> None:
     ran = run_pytest(folder, "-k", "goes_on")
     assert "2 passed, 4 deselected" in ran.stdout
+
+
+def test_tests_for_the_cpu_run_outside_and_what_modules_share_is_ended_in_both_processes(folder: Path) -> None:
+    """Modules have tests for both processes, in turns, whose last is for one or the other, and a fixture for all."""
+    (folder / "test_it.py").unlink()
+    orders = {"a": ["cpu", "emulated", "cuda"], "b": ["cpu", "cuda", "emulated"], "c": ["emulated", "cpu", "cuda"]}
+    for name, order in orders.items():
+        (folder / f"test_{name}.py").write_text(
+            "import pytest\n"
+            "from testing.emulated_accelerator.device_process import is_device_process\n"
+            "@pytest.fixture(scope='module')\n"
+            f"def shared():\n    yield {name!r}\n    open(f'ended_{name}_{{is_device_process()}}', 'x').close()\n"
+            f"@pytest.mark.parametrize('device', {order})\n"
+            "@pytest.mark.parametrize('x', [1, 2])\n"
+            f"def test_it(shared, device, x):\n    assert shared == {name!r}\n"
+            "    assert is_device_process() == (device == 'emulated')\n"
+        )
+    ran = run_pytest(folder)
+    assert "18 passed" in ran.stdout, ran.stdout
+    ended = {f"ended_{name}_{inside}" for name in orders for inside in (True, False)}
+    assert {path.name for path in folder.glob("ended_*")} == ended

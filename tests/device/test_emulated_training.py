@@ -37,28 +37,6 @@ def loss_and_gradients(model: torch.nn.Module, device: str, **inputs: Any) -> tu
     return loss.item(), {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_module_that_moves_keeps_its_parameters_and_their_ties(emulated: ModuleType) -> None:
-    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False))
-    model[1].weight = model[0].weight
-    before = model[0].weight
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(torch.tensor([1])).sum().backward()
-    on_cpu = before.grad
-    model.to("emulated")
-    assert model[0].weight is before
-    assert model[1].weight is before
-    assert before.device.type == "emulated"
-    assert before.grad is not None
-    assert torch.equal(before.grad.cpu(), on_cpu)
-    before.grad = None
-    model(torch.tensor([1], device="emulated")).sum().backward()
-    assert torch.equal(before.grad.cpu(), on_cpu)
-    optimizer.step()
-    model.to("cpu")
-    assert model[1].weight is before
-    assert before.device.type == "cpu"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_llamas_loss_and_gradients_equal_the_cpus_bit_for_bit(
@@ -153,29 +131,6 @@ def test_training_with_adamw_and_clipping_equals_the_cpu(emulated: ModuleType, f
     assert all(torch.equal(a, b) for a, b in zip(got_weights, expected_weights, strict=True))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["no reentry", "reentry"])
-def test_checkpointing_recomputes_with_the_same_dropout(emulated: ModuleType, use_reentrant: bool) -> None:
-    weight = torch.randn(8, 8, device="emulated", requires_grad=True)
-    x = torch.randn(4, 8, device="emulated", requires_grad=True)
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.dropout(torch.tanh(x @ weight), 0.5)
-
-    def gradients(checkpointed: bool) -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(4)
-        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant) if checkpointed else layer(x)
-        torch.randn(3, device="emulated")  # the recomputation must not depend on where the generator is by now
-        weight.grad = x.grad = None
-        y.square().sum().backward()
-        assert weight.grad is not None
-        assert x.grad is not None
-        return weight.grad, x.grad
-
-    for plain, again in zip(gradients(False), gradients(True), strict=True):
-        assert plain.device.type == "emulated"
-        assert torch.equal(plain, again)
-
-
 def offloading_hooks(wait: bool) -> torch.autograd.graph.saved_tensors_hooks:
     """Activations leave for pinned memory on a stream of their own; `wait` is what a correct unpack does."""
     side = torch.Stream("emulated")
@@ -225,14 +180,6 @@ def test_saved_tensors_fetched_without_a_wait_give_wrong_gradients(emulated: Mod
     assert not torch.equal(weight.grad, expected)
 
 
-def test_state_is_saved_through_the_host(emulated: ModuleType, tmp_path: Path) -> None:
-    x = torch.ones(2, device="emulated")
-    torch.save({"x": x.cpu()}, tmp_path / "x.pt")
-    loaded = torch.load(tmp_path / "x.pt")["x"]
-    assert loaded.device.type == "cpu"
-    assert torch.equal(loaded.to("emulated"), x)
-
-
 def test_fake_tensors_of_the_device_need_no_memory(emulated: ModuleType) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -244,16 +191,6 @@ def test_fake_tensors_of_the_device_need_no_memory(emulated: ModuleType) -> None
         loss.backward()
     assert loss.device.type == "emulated"
     assert torch.accelerator.memory_allocated() == before
-
-
-def test_a_pinning_data_loader_with_workers_feeds_the_device(emulated: ModuleType) -> None:
-    data = torch.utils.data.TensorDataset(torch.arange(32.0))
-    loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=1, pin_memory=True)
-    total = 0.0
-    for (batch,) in loader:
-        assert batch.is_pinned()
-        total += batch.to("emulated", non_blocking=True).sum().item()
-    assert total == 31 * 16
 
 
 def test_the_hugging_face_trainer_logs_the_cpus_losses(

@@ -373,9 +373,30 @@ def test_no_number_of_the_forecast_is_keyed_to_a_row_or_a_source_of_measurements
     found = {}
     for place in places:
         for path in sorted(place.rglob("*")):
-            if path.suffix in (".py", ".toml", ".csv", ".json") and (keyed := _keyed(path.read_text(encoding="utf-8"))):
+            if path.suffix not in (".py", ".toml", ".csv", ".json"):
+                continue
+            text = path.read_text(encoding="utf-8")
+            if path.name == "empirical.py":
+                text = _without_citations(text)
+            if keyed := _keyed(text):
                 found[str(path.relative_to(ROOT))] = keyed
     assert not found
+
+
+def _without_citations(text: str) -> str:
+    """empirical.py says where a term was seen as the source of a Found, nowhere else: conditions are searched."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Found":
+            source = node.args[2]
+            assert isinstance(source, ast.Constant) and isinstance(source.value, str)
+            text = text.replace(source.value, "")
+    return text
+
+
+def test_a_condition_of_an_empirical_term_is_searched_and_its_citation_is_not() -> None:
+    cited = 'Found("a term", "reserved", "SimuMax, a table", Range(0, 1, 1))'
+    assert not _keyed(_without_citations(cited))
+    assert _keyed(_without_citations(f'if job.name == "titan-021": {cited}'.replace(": F", ":\n    F")))
 
 
 def test_the_mapping_of_rows_looks_at_no_measured_value_and_no_id() -> None:

@@ -5,8 +5,10 @@ here without being mapped. Allocation beyond the budget is refused with the clas
 is ever taken back silently. This is no allocator for small, short-lived things: a session allocates when it starts.
 
 [Note: Fork] A forked DataLoader worker shares pages copy-on-write; the owner's next update would then copy every
-page of weights, gradients and state once more. Mappings are therefore not inherited (MADV_DONTFORK), and using the
-pool in a child raises OVS503.
+page of weights, gradients and state once more. So a child inherits the addresses without the pages
+(MADV_WIPEONFORK), and there they may not be touched: a read is a fault, not a zero. Leaving the addresses out
+(MADV_DONTFORK) would be wrong: the child's malloc maps its own memory there, and the garbage collector then unmaps it
+with the parent's object. Using the pool in a child raises OVS503.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import contextlib
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from overspill import _native
 from overspill.errors import OverspillError
 from overspill.plan import StateClass
 from overspill.units import format_nbytes
@@ -27,6 +31,7 @@ __all__ = ["PAGE_NBYTES", "Allocation", "HostPool"]
 
 PAGE_NBYTES = mmap.PAGESIZE
 _HUGE_PAGE_NBYTES = 2 * 1024 * 1024
+_MADV_WIPEONFORK = 18  # linux/mman.h, from 4.14 on; Python's mmap does not name it
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,11 +121,24 @@ class HostPool:
             assert self._held[state_class] >= 0, "memory was given back twice"
 
 
+_regions: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
 def map_anonymous(nbytes: int) -> mmap.mmap:
     """Private zero pages that a forked child does not inherit, on huge pages where the kernel has them."""
     region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    region.madvise(mmap.MADV_DONTFORK)  # see [Note: Fork]
+    region.madvise(_MADV_WIPEONFORK)  # see [Note: Fork]
+    _regions.add(region)
     if nbytes >= _HUGE_PAGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages; only speed depends on it
             region.madvise(mmap.MADV_HUGEPAGE)
     return region
+
+
+def _forbid_in_child() -> None:
+    for region in list(_regions):
+        with contextlib.suppress(ValueError):  # closed
+            _native.forbid_access(region)
+
+
+os.register_at_fork(after_in_child=_forbid_in_child)

@@ -132,7 +132,7 @@ class Call {
       const at::AutoDispatchBelowADInplaceOrView no_autograd;
       op_.callBoxed(&meta_results_);
     } catch (const std::exception&) {
-          return false;  // no meta kernel, or the caller's mistake: the CPU kernel says it better
+      return false;  // no meta kernel, or the caller's mistake: the CPU kernel says it better
     }
     for (size_t i = 0; i < arguments_.size(); ++i) {
       const auto* alias = schema_.arguments()[i].alias_info();
@@ -226,7 +226,7 @@ class Call {
       });
     }
     auto task = [op = op_, operands = std::move(operands), outputs = std::move(outputs), fresh = std::move(fresh),
-                 threads = at::get_num_threads()] {
+                 threads = at::get_num_threads()](StreamClock&) {
       if (at::get_num_threads() != threads) at::set_num_threads(threads);
       const auto& returns = op.schema().returns();
       Stack stack = operands;

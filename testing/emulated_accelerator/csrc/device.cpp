@@ -41,7 +41,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     stream_queue(stream.id());  // refuses an unknown one
     return as_stream(std::exchange(current_stream, stream.id()));
   }
-  bool queryStream(const c10::Stream& stream) const override { return stream_queue(stream.id()).idle(); }
+  bool queryStream(const c10::Stream& stream) const override {
+    pending_error().raise_if_lost();
+    return stream_queue(stream.id()).idle();
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
     stream_queue(stream.id()).wait();
     pending_error().raise();
@@ -62,7 +65,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event) static_cast<Event*>(event)->make_stream_wait(stream_queue(stream.id()));
   }
-  bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->newest()->reached(); }
+  bool queryEvent(void* event) const override {
+    pending_error().raise_if_lost();
+    return !event || static_cast<Event*>(event)->newest()->reached();
+  }
   void synchronizeEvent(void* event) const override {
     check_not_forked();
     if (event) static_cast<Event*>(event)->newest()->wait();

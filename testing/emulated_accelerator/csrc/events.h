@@ -1,17 +1,19 @@
 // Events: each record puts a fresh mark into a stream's queue; waiting is for the mark that was newest when the
-// wait was asked for. Marks are shared, so an event may be destroyed while streams still wait for it.
+// wait was asked for. Marks are shared, so an event may be destroyed while streams still wait for it. A mark carries
+// the clock of its stream, which a stream that waits for it takes over; see [Note: modelled time].
 #pragma once
 
+#include "faults.h"
 #include "streams.h"
 
 namespace emulated {
 
 class Mark {
  public:
-  void reach() {
+  void reach(Clock::time_point at) {
     std::lock_guard lock(mutex_);
     reached_ = true;
-    at_ = Clock::now();
+    at_ = at;
     changed_.notify_all();
   }
   void wait() {
@@ -47,10 +49,20 @@ class Event {
       std::lock_guard lock(mutex_);
       newest_ = mark;
     }
-    stream.enqueue([mark] { mark->reach(); });
+    const double delay_seconds = faults().next(Kind::event).delay_seconds;
+    stream.enqueue([mark, delay_seconds, &clock = stream.clock(), asked = Clock::now()] {
+      clock.come_to(asked);
+      clock.pass(delay_seconds);
+      mark->reach(clock.now());
+    });
   }
   void make_stream_wait(StreamQueue& stream) {
-    if (auto mark = newest()) stream.enqueue([mark] { mark->wait(); });
+    auto mark = newest();
+    if (!mark) return;
+    stream.enqueue([mark, &clock = stream.clock(), asked = Clock::now()] {
+      clock.come_to(asked);
+      clock.come_to(mark->at());
+    });
   }
   std::shared_ptr<Mark> newest() {
     std::lock_guard lock(mutex_);

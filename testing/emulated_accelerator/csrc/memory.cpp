@@ -17,7 +17,6 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kGranule = 512;
-constexpr int kPoison = 0xFF;  // a NaN in every floating-point type
 
 size_t round_up(size_t nbytes, size_t to) { return (nbytes + to - 1) / to * to; }
 
@@ -83,9 +82,18 @@ Addresses& addresses() {
   return *all;
 }
 
+// A statistic is kept for all memory and by pool: CUDA's allocator takes requests up to 1 MiB from the small pool
+// (kSmallSize in c10/cuda/CUDACachingAllocator.cpp).
 template <class Change>
-void for_aggregate(c10::CachingAllocator::StatArray& stat, Change change) {
-  change(stat[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)]);
+void change_stat(c10::CachingAllocator::StatArray& stat, size_t held_nbytes, Change change) {
+  using Type = c10::CachingAllocator::StatType;
+  change(stat[static_cast<size_t>(Type::AGGREGATE)]);
+  const bool small = held_nbytes <= (size_t{1} << 20);
+  change(stat[static_cast<size_t>(small ? Type::SMALL_POOL : Type::LARGE_POOL)]);
+}
+template <class Change>
+void for_each_entry(c10::CachingAllocator::StatArray& stat, Change change) {
+  for (auto& entry : stat) change(entry);
 }
 
 }  // namespace
@@ -126,9 +134,11 @@ DeviceMemory& device_memory() {
 
 c10::DataPtr DeviceMemory::allocate(size_t nbytes) {
   check_not_forked();
+  pending_error().raise_if_lost();
   const c10::Device device(kDevice, 0);
   if (nbytes == 0) return {nullptr, nullptr, &DeviceMemory::free, device};
   const size_t held = round_up(nbytes, kGranule);
+  const bool refused = faults().next(Kind::allocation).failure.has_value();
   const auto reserved = [this] { return static_cast<size_t>(stats_.active_bytes[0].current); };
   std::unique_lock lock(mutex_);
   if (reserved() + held > capacity_ && frees_wait_) {  // as CUDA does before it gives up
@@ -138,7 +148,7 @@ c10::DataPtr DeviceMemory::allocate(size_t nbytes) {
     ++stats_.num_alloc_retries;
     ++stats_.num_sync_all_streams;
   }
-  if (reserved() + held > capacity_) {
+  if (refused || reserved() + held > capacity_) {
     ++stats_.num_ooms;
     TORCH_CHECK_WITH(
         OutOfMemoryError, false, "Emulated accelerator out of memory. Tried to allocate ", readable(nbytes),
@@ -149,11 +159,13 @@ c10::DataPtr DeviceMemory::allocate(size_t nbytes) {
   }
   auto block = std::make_shared<Block>(nbytes, held, current_stream);
   for (auto* stat : {&stats_.allocated_bytes, &stats_.active_bytes, &stats_.reserved_bytes}) {
-    for_aggregate(*stat, [&](auto& entry) { entry.increase(held); });
+    change_stat(*stat, held, [&](auto& entry) { entry.increase(held); });
   }
-  for_aggregate(stats_.requested_bytes, [&](auto& entry) { entry.increase(nbytes); });
-  for_aggregate(stats_.allocation, [](auto& entry) { entry.increase(1); });
-  for_aggregate(stats_.active, [](auto& entry) { entry.increase(1); });
+  change_stat(stats_.requested_bytes, held, [&](auto& entry) { entry.increase(nbytes); });
+  change_stat(stats_.allocation, held, [](auto& entry) { entry.increase(1); });
+  for (auto* stat : {&stats_.active, &stats_.segment}) {  // each block is a device allocation of its own
+    change_stat(*stat, held, [](auto& entry) { entry.increase(1); });
+  }
   ++stats_.num_device_alloc;
   char* address = block->address;
   return {address, new BlockPtr(std::move(block)), &DeviceMemory::free, device};
@@ -162,9 +174,11 @@ c10::DataPtr DeviceMemory::allocate(size_t nbytes) {
 void DeviceMemory::return_capacity(const Block& block) {
   std::lock_guard lock(mutex_);
   for (auto* stat : {&stats_.active_bytes, &stats_.reserved_bytes}) {
-    for_aggregate(*stat, [&](auto& entry) { entry.decrease(block.held_nbytes); });
+    change_stat(*stat, block.held_nbytes, [&](auto& entry) { entry.decrease(block.held_nbytes); });
   }
-  for_aggregate(stats_.active, [](auto& entry) { entry.decrease(1); });
+  for (auto* stat : {&stats_.active, &stats_.segment}) {
+    change_stat(*stat, block.held_nbytes, [](auto& entry) { entry.decrease(1); });
+  }
   ++stats_.num_device_free;
 }
 
@@ -180,9 +194,9 @@ void DeviceMemory::free(void* context) {
   }
   {
     std::lock_guard lock(memory.mutex_);
-    for_aggregate(memory.stats_.allocated_bytes, [&](auto& entry) { entry.decrease(block->held_nbytes); });
-    for_aggregate(memory.stats_.requested_bytes, [&](auto& entry) { entry.decrease(block->nbytes); });
-    for_aggregate(memory.stats_.allocation, [](auto& entry) { entry.decrease(1); });
+    change_stat(memory.stats_.allocated_bytes, block->held_nbytes, [&](auto& entry) { entry.decrease(block->held_nbytes); });
+    change_stat(memory.stats_.requested_bytes, block->held_nbytes, [&](auto& entry) { entry.decrease(block->nbytes); });
+    change_stat(memory.stats_.allocation, block->held_nbytes, [](auto& entry) { entry.decrease(1); });
   }
   // The capacity is back when the streams named by record_stream have passed this point (at once if there are
   // none); the bytes are released when the block's own stream has passed it as well.
@@ -246,8 +260,8 @@ c10::CachingDeviceAllocator::DeviceStats DeviceMemory::getDeviceStats(c10::Devic
 void DeviceMemory::resetAccumulatedStats(c10::DeviceIndex) {
   std::lock_guard lock(mutex_);
   for (auto* stat : {&stats_.allocated_bytes, &stats_.active_bytes, &stats_.reserved_bytes, &stats_.requested_bytes,
-                     &stats_.allocation, &stats_.active}) {
-    for_aggregate(*stat, [](auto& entry) { entry.reset_accumulated(); });
+                     &stats_.allocation, &stats_.active, &stats_.segment}) {
+    for_each_entry(*stat, [](auto& entry) { entry.reset_accumulated(); });
   }
   stats_.num_ooms = stats_.num_alloc_retries = stats_.num_sync_all_streams = 0;
   stats_.num_device_alloc = stats_.num_device_free = 0;
@@ -256,8 +270,8 @@ void DeviceMemory::resetAccumulatedStats(c10::DeviceIndex) {
 void DeviceMemory::resetPeakStats(c10::DeviceIndex) {
   std::lock_guard lock(mutex_);
   for (auto* stat : {&stats_.allocated_bytes, &stats_.active_bytes, &stats_.reserved_bytes, &stats_.requested_bytes,
-                     &stats_.allocation, &stats_.active}) {
-    for_aggregate(*stat, [](auto& entry) { entry.reset_peak(); });
+                     &stats_.allocation, &stats_.active, &stats_.segment}) {
+    for_each_entry(*stat, [](auto& entry) { entry.reset_peak(); });
   }
 }
 
@@ -275,7 +289,9 @@ void DeviceMemory::set_capacity(size_t nbytes) {
 // ---- pinned host memory ----
 
 PinnedRange::~PinnedRange() {
-  if (owned) std::free(begin);
+  if (!owned) return;
+  if (settings.poison_freed) std::memset(begin, kPoison, nbytes);
+  std::free(begin);
 }
 
 PinnedMemory& pinned_memory() {
@@ -287,8 +303,10 @@ c10::DataPtr PinnedMemory::allocate(size_t nbytes) {
   const c10::Device host(c10::DeviceType::CPU);
   if (nbytes == 0) return {nullptr, nullptr, &PinnedMemory::free, host};
   check_not_forked();
+  if (const auto fate = faults().next(Kind::pinning); fate.failure) fate.failure->raise(Kind::pinning);
   auto* begin = static_cast<char*>(std::aligned_alloc(kPage, round_up(nbytes, kPage)));
   TORCH_CHECK(begin, "The host has no memory left for ", readable(nbytes), " of pinned memory.");
+  if (settings.poison_fresh) std::memset(begin, kPoison, nbytes);
   auto range = std::make_shared<PinnedRange>(begin, nbytes, true);
   std::lock_guard lock(mutex_);
   ranges_[begin] = std::move(range);
@@ -337,6 +355,7 @@ PinnedPtr PinnedMemory::find(const void* address) {
 
 void PinnedMemory::add(void* address, size_t nbytes) {
   check_not_forked();
+  if (const auto fate = faults().next(Kind::pinning); fate.failure) fate.failure->raise(Kind::pinning);
   TORCH_CHECK(address && nbytes > 0, "An empty range cannot be registered as pinned.");
   auto range = std::make_shared<PinnedRange>(static_cast<char*>(address), nbytes, false);
   std::lock_guard lock(mutex_);

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "events.h"
+#include "faults.h"
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -19,6 +20,8 @@
 #include <map>
 
 namespace emulated {
+
+constexpr int kPoison = 0xFF;  // a NaN in every floating-point type, -1 in signed integers
 
 struct Block {
   Block(size_t nbytes, size_t held_nbytes, c10::StreamId stream);

@@ -1,7 +1,8 @@
 // What every part of the emulated accelerator shares: its device type, the guard against fork, the error
 // that a stream met and the host has not heard of yet, the switches that tests turn, and the counters.
 //
-// Not here: streams (streams.h), memory (memory.h), the host-device link (link.h), operations (ops.cpp).
+// Not here: time (timing.h), faults (faults.h), streams (streams.h), memory (memory.h), the host-device link (link.h),
+// operations (tensors.cpp, compute.cpp).
 #pragma once
 
 #include <c10/core/Device.h>
@@ -40,14 +41,29 @@ inline void check_not_forked() {
 }
 
 // An error met by a stream is remembered and raised at the next point where the host synchronises, as on CUDA.
-// Unlike on CUDA it is then forgotten, so that one process can test many failures.
+// Unlike on CUDA it is then forgotten, so that one process can test many failures; a lost device stays lost, as there.
 class PendingError {
  public:
   void remember(std::exception_ptr error) {
     std::lock_guard lock(mutex_);
     if (!first_) first_ = std::move(error);
   }
+  void lose_device(std::exception_ptr error) {
+    std::lock_guard lock(mutex_);
+    if (lost_) return;
+    lost_ = std::move(error);
+    is_lost_ = true;
+  }
+  bool device_is_lost() const { return is_lost_; }
+  void raise_if_lost() {
+    if (!is_lost_) return;
+    std::unique_lock lock(mutex_);
+    const auto error = lost_;
+    lock.unlock();
+    if (error) std::rethrow_exception(error);
+  }
   void raise() {
+    raise_if_lost();
     std::exception_ptr error;
     {
       std::lock_guard lock(mutex_);
@@ -57,12 +73,19 @@ class PendingError {
   }
   bool exists() {
     std::lock_guard lock(mutex_);
-    return first_ != nullptr;
+    return first_ || lost_;
+  }
+  void forget() {
+    std::lock_guard lock(mutex_);
+    first_ = lost_ = nullptr;
+    is_lost_ = false;
   }
 
  private:
   std::mutex mutex_;
   std::exception_ptr first_;
+  std::exception_ptr lost_;
+  std::atomic<bool> is_lost_{false};
 };
 inline PendingError& pending_error() {
   static auto* error = new PendingError;  // never destroyed: streams outlive static destructors
@@ -84,8 +107,10 @@ class Gate {
     closed_ = false;
     changed_.notify_all();
   }
-  void pass(Lane lane) {
+  // Whether it was closed, so that time has gone by.
+  bool pass(Lane lane) {
     std::unique_lock lock(mutex_);
+    if (!closed_) return false;
     const bool opened = changed_.wait_for(lock, kPatience, [&] { return !closed_; });
     if (!opened) {  // open from now on, or everything queued here would take as long again
       closed_ = false;
@@ -94,6 +119,7 @@ class Gate {
     TORCH_CHECK(
         opened, "The lane '", kLaneNames[static_cast<int>(lane)], "' was held for ", kPatience.count(),
         " s: does the test wait for work that it holds itself?");
+    return true;
   }
 
  private:
@@ -110,21 +136,26 @@ inline Gate& gate(Lane lane) {
 struct Settings {
   std::atomic<double> seconds_per_op{0};
   std::atomic<double> compute_bytes_per_s{0};
+  std::atomic<double> compute_times{1};  // how many times as long as the CPU's kernel takes
   std::atomic<bool> launch_blocking{false};
   std::atomic<bool> poison_freed{false};
   std::atomic<bool> poison_fresh{false};
+  std::atomic<bool> poison_in_flight{false};
 };
 inline Settings settings;
 
 // One finished operation. `started` and `ended` are ticks of one counter for the whole device: two operations
-// overlapped if and only if each started before the other ended. No clock is involved.
+// overlapped if and only if each started before the other ended. No clock is involved. `began` and `finished` are its
+// stream's clock (timing.h).
 struct Operation {
   std::string name;
   Lane lane;
   int64_t stream;
   uint64_t nbytes;
-  uint64_t started;
-  uint64_t ended;
+  uint64_t started = 0;
+  uint64_t ended = 0;
+  Clock::time_point began{};
+  Clock::time_point finished{};
 };
 
 struct Counters {
@@ -136,6 +167,7 @@ struct Counters {
   std::atomic<uint64_t> synchronous_copies{0};      // the host waited: pageable memory or blocking
   std::atomic<int64_t> events_alive{0};
   std::atomic<uint64_t> tick{0};
+  std::atomic<uint64_t> late_nanoseconds{0};
 };
 inline Counters counters;
 
@@ -164,7 +196,7 @@ inline OperationLog& operation_log() {
 class Running {
  public:
   Running(std::string name, Lane lane, int64_t stream, uint64_t nbytes)
-      : record_{std::move(name), lane, stream, nbytes, 0, 0} {
+      : record_{std::move(name), lane, stream, nbytes} {
     const int at = static_cast<int>(lane);
     const uint64_t now_running = ++counters.running[at];
     uint64_t most = counters.most_at_once[at];
@@ -184,6 +216,10 @@ class Running {
   }
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
+  void set_times(Clock::time_point began, Clock::time_point finished) {
+    record_.began = began;
+    record_.finished = finished;
+  }
 
  private:
   Operation record_;

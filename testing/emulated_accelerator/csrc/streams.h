@@ -4,9 +4,10 @@
 // The threads never take Python's lock, so the host may wait for them while it holds it.
 #pragma once
 
-#include "runtime.h"
+#include "timing.h"
 
 #include <c10/core/Stream.h>
+#include <sys/prctl.h>
 
 #include <deque>
 #include <functional>
@@ -34,6 +35,9 @@ class StreamQueue {
     return finished_ == queued_;
   }
 
+  // For tasks of this stream only.
+  StreamClock& clock() { return clock_; }
+
   // Waits for what is queued now, not for what is queued while waiting.
   void wait() {
     check_not_forked();
@@ -43,6 +47,7 @@ class StreamQueue {
 
  private:
   void work() {
+    prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; a sleep otherwise ends up to 50 us late
     for (;;) {
       std::function<void()> task;
       {
@@ -66,6 +71,7 @@ class StreamQueue {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
+  StreamClock clock_;
   uint64_t queued_ = 0;
   uint64_t finished_ = 0;
   bool started_ = false;

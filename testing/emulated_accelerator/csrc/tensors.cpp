@@ -30,24 +30,63 @@ struct SilentWarnings final : c10::WarningHandler {
 };
 }  // namespace
 
-void launch(std::string name, Lane lane, uint64_t nbytes, std::vector<BlockPtr> blocks, std::function<void()> task) {
-  const auto stream = current_stream;
-  auto run = [name = std::move(name), lane, nbytes, stream, blocks = std::move(blocks), task = std::move(task)] {
-    const Running running(name, lane, stream, nbytes);
-    gate(lane).pass(lane);
-    std::deque<BlockUse> uses;
-    for (const auto& block : blocks) uses.emplace_back(block, name);
-    const double rate = settings.compute_bytes_per_s;
-    const double slowness = settings.seconds_per_op + (rate > 0 ? nbytes / rate : 0.0);
-    if (lane == Lane::compute && slowness > 0) {
-      std::this_thread::sleep_for(std::chrono::duration<double>(slowness));
+// Runs an operation in its modelled time; see [Note: modelled time]. Its work is done at the end of that time, so
+// that a reader that did not wait finds nothing yet.
+void run_in_time(Lane lane, uint64_t nbytes, StreamClock& clock, const Task& task) {
+  const auto begin = Clock::now();
+  if (lane != Lane::compute) {
+    task(clock);
+    const bool throttled = link(lane).is_throttled();
+    clock.settle(throttled);
+    if (!throttled) engine(lane).add_busy(as_seconds(Clock::now() - begin));
+    return;
+  }
+  const double rate = settings.compute_bytes_per_s;
+  const double fixed = settings.seconds_per_op + (rate > 0 ? nbytes / rate : 0.0);
+  const double times = settings.compute_times;
+  if (fixed > 0) clock.work(engine(lane), fixed);
+  const auto worked_from = Clock::now();
+  task(clock);
+  const double own_seconds = as_seconds(Clock::now() - worked_from);
+  if (times > 1) clock.work(engine(lane), own_seconds * times);
+  const bool modelled = fixed > 0 || times > 1;
+  clock.settle(modelled);
+  if (!modelled) engine(lane).add_busy(own_seconds);
+}
+
+void launch(
+    std::string name, Lane lane, uint64_t nbytes, std::vector<BlockPtr> blocks, Task task,
+    std::function<void()> begin) {
+  pending_error().raise_if_lost();
+  const auto kind = static_cast<Kind>(lane);
+  auto& stream = stream_queue(current_stream);
+  auto run = [name = std::move(name), lane, kind, nbytes, id = current_stream, &clock = stream.clock(),
+              asked = Clock::now(), fate = faults().next(kind), blocks = std::move(blocks), task = std::move(task),
+              begin = std::move(begin)] {
+    if (pending_error().device_is_lost()) return;
+    const auto in_use = [&] {
+      std::deque<BlockUse> uses;
+      for (const auto& block : blocks) uses.emplace_back(block, name);
+      return uses;
+    };
+    if (begin) {
+      const auto uses = in_use();
+      begin();
     }
+    Running running(name, lane, id, nbytes);
+    clock.come_to(asked);
+    if (gate(lane).pass(lane)) clock.come_to(Clock::now());
+    clock.pass(fate.delay_seconds);
+    const auto began = clock.now();
+    if (fate.failure) fate.failure->raise(kind);
+    const auto uses = in_use();
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
     SilentWarnings silent;  // the meta kernel has warned already, where Python hears it
     const c10::WarningUtils::WarningHandlerGuard silence(&silent);
-    task();
+    run_in_time(lane, nbytes, clock, task);
+    running.set_times(began, clock.now());
   };
-  stream_queue(current_stream).enqueue(std::move(run));
+  stream.enqueue(std::move(run));
   if (settings.launch_blocking) wait_for_current_stream();
 }
 
@@ -82,7 +121,7 @@ void resize_storage(const c10::Storage& storage, size_t nbytes) {
       device_memory().recordStream(
           storage.data_ptr(), c10::Stream(c10::Stream::UNSAFE, c10::Device(kDevice, 0), current_stream));
     }
-    launch("resize", Lane::compute, kept, {old, to}, [from = old->bytes, into = to->bytes, kept] {
+    launch("resize", Lane::compute, kept, {old, to}, [from = old->bytes, into = to->bytes, kept](StreamClock&) {
       std::memcpy(into, from, kept);
     });
   }
@@ -107,16 +146,27 @@ at::Tensor empty_strided(
       c10::dtype_or_default(dtype));
 }
 
+// What a copy is going to write is worth nothing from its start on, and shows it until the bytes arrive.
+void poison(const at::Tensor& target) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  if (target.is_contiguous()) {
+    std::memset(target.data_ptr(), kPoison, target.nbytes());
+  } else if (target.is_floating_point() || target.is_complex()) {
+    target.fill_(std::numeric_limits<double>::quiet_NaN());
+  } else {
+    target.fill_(target.scalar_type() == at::kBool ? 1 : -1);
+  }
+}
+
 // Work that moves `to.nbytes()` bytes over one direction of the link.
 auto transfer(at::Tensor from, at::Tensor to, Lane lane) {
-  return [from = std::move(from), to = std::move(to), lane] {
-    link(lane).begin_copy();
+  return [from = std::move(from), to = std::move(to), lane](StreamClock& clock) {
     const bool plain = from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() && from.is_contiguous() &&
         to.is_contiguous();
     if (plain) {
-      link(lane).carry(to.data_ptr(), from.const_data_ptr(), to.nbytes());
+      link(lane).carry(clock, to.data_ptr(), from.const_data_ptr(), to.nbytes());
     } else {
-      link(lane).occupy(to.nbytes());
+      link(lane).occupy(clock, to.nbytes());
       to.copy_(from);
     }
   };
@@ -128,7 +178,9 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (!from.is_cpu() && !to.is_cpu()) {
     auto source = device_view(from, blocks);
     auto target = device_view(to, blocks);
-    launch("copy", Lane::compute, to.nbytes(), std::move(blocks), [source, target] { target.copy_(source); });
+    launch("copy", Lane::compute, to.nbytes(), std::move(blocks), [source, target](StreamClock&) {
+      target.copy_(source);
+    });
     return to;
   }
   const bool to_device = from.is_cpu();
@@ -147,12 +199,19 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (inside_cpu_fallback) {
     const auto& target = to_device ? on_device : host_view;
     const auto& source = to_device ? host_view : on_device;
-    launch("fallback", Lane::compute, to.nbytes(), std::move(blocks), [source, target] { target.copy_(source); });
+    launch("fallback", Lane::compute, to.nbytes(), std::move(blocks), [source, target](StreamClock&) {
+      target.copy_(source);
+    });
     wait_for_current_stream();
     return to;
   }
   auto move = to_device ? transfer(host_view, on_device, lane) : transfer(on_device, host_view, lane);
-  launch(kLaneNames[static_cast<int>(lane)], lane, to.nbytes(), std::move(blocks), [pinned, move] { move(); });
+  launch(
+      kLaneNames[static_cast<int>(lane)], lane, to.nbytes(), std::move(blocks),
+      [pinned, move](StreamClock& clock) { move(clock); },
+      [target = to_device ? on_device : host_view] {
+        if (settings.poison_in_flight) poison(target);
+      });
   if (!non_blocking || !pinned) {
     ++counters.synchronous_copies;
     wait_for_current_stream();

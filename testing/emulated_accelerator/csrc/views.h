@@ -8,8 +8,12 @@
 
 namespace emulated {
 
-// Queues `task` on the current stream. While it runs, `blocks` are in use and the operation is on record.
-void launch(std::string name, Lane lane, uint64_t nbytes, std::vector<BlockPtr> blocks, std::function<void()> task);
+// Queues `task` on the current stream. While it runs, `blocks` are in use and the operation is on record. `begin` is
+// done before the operation is seen to run, is delayed or is held.
+using Task = std::function<void(StreamClock&)>;
+void launch(
+    std::string name, Lane lane, uint64_t nbytes, std::vector<BlockPtr> blocks, Task task,
+    std::function<void()> begin = nullptr);
 
 // Waits for the current stream and raises what went wrong.
 void wait_for_current_stream();

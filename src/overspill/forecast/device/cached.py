@@ -46,9 +46,11 @@ def cached(
     how far the host was ahead.
     """
     own = _beyond(events, settings)
-    growing = _beyond(events, replace(settings, expandable_segments=True))
-    one_pool = _beyond([event._replace(stream=0) for event in events], settings)
-    low = min(own, growing, one_pool)
+    low = own
+    if not settings.expandable_segments:  # else that is what was replayed
+        low = min(low, _beyond(events, replace(settings, expandable_segments=True)))
+    if any(event.stream for event in events):
+        low = min(low, _beyond([event._replace(stream=0) for event in events], settings))
     high = 2 * own - low
     if assumed:
         high = max(high, _beyond(events, AllocatorSettings()))
@@ -65,9 +67,10 @@ def _beyond(events: list[Event], settings: AllocatorSettings) -> int:
 
 
 def left_of_loading(whole_nbytes: int, ranks: int) -> Range:
-    """[Note: Loaded whole] bitsandbytes and GPTQ put a quantised model on the card whole, on every card; FSDP then splits
-    it unit by unit (transformers/quantizers; torch/distributed/fsdp/_flat_param.py, shard). What the other ranks keep is
-    let go in pieces of a matrix's size, into which most of a step's tensors do not fit: none to all of it stays."""
+    """[Note: Loaded whole] bitsandbytes and GPTQ put a quantised model on the card whole, on every card; FSDP then
+    splits it unit by unit (transformers/quantizers; torch/distributed/fsdp/_flat_param.py, shard). What the other ranks
+    keep is let go in pieces of a matrix's size, into which most of a step's tensors do not fit: none to all of it
+    stays."""
     freed = whole_nbytes - whole_nbytes // max(1, ranks)
     return Range(0, freed // 2, freed)
 

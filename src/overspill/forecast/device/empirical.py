@@ -40,10 +40,11 @@ def empirical_terms(job: Job, facts: ModelFacts, rank: Rank) -> tuple[Found, ...
 
 
 def _two_dimensional(job: Job, facts: ModelFacts, rank: Rank) -> Found | None:
-    """FSDP2 on a mesh with tensor parallelism under torch 2.4.0's development versions: 71 became 87 GB, under selective
-    and full checkpointing alike, and went back. The share of allocated that came on top."""
+    """FSDP2 on a mesh with tensor parallelism under torch 2.4.0's development versions: 71 became 87 GB, under
+    selective and full checkpointing alike, and went back. The share of allocated that came on top."""
     resolved, torch = rank.resolved, job.framework.versions.get("torch", "")
-    if resolved.sharding.kind != "fsdp2" or resolved.tensor == 1 or torch.split("+")[0].split(".")[:3] != ["2", "4", "0"]:
+    release = torch.split("+")[0].split(".")[:3]
+    if resolved.sharding.kind != "fsdp2" or resolved.tensor == 1 or release != ["2", "4", "0"]:
         return None
     whole = rank.peak.total_nbytes * (87 - 71) // 71
     return Found(

@@ -1,8 +1,8 @@
 """From what is alive to what the card shows: the allocator's holdings, the context, communicators; and the interval.
 
-Reserved: what is alive, and what the allocator caches beside it (cached.py). nvidia-smi: reserved plus the context and,
-with several ranks, NCCL's communicators (catalog/overheads.toml, each size with its source): at the low end the smallest
-that was seen, at the high end the largest. docs/theory/reserved.md derives both, and says what is not known.
+Reserved: what is alive, and what the allocator caches beside it (cached.py). nvidia-smi: reserved plus the context
+and, with several ranks, NCCL's communicators (catalog/overheads.toml, each size with its source): at the low end the
+smallest that was seen, at the high end the largest. docs/theory/reserved.md derives both, and says what is not known.
 """
 
 from __future__ import annotations

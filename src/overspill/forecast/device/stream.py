@@ -18,7 +18,7 @@ from overspill.forecast.device.states import Unit, Units
 from overspill.forecast.device.stream_state import Pieces, state_itemsize, unit_pieces
 from overspill.forecast.device.stream_units import Exchange
 from overspill.forecast.device.zero import backward_buffers_nbytes, resting_buffers_nbytes, step_nbytes
-from overspill.forecast.events import Event, Kind
+from overspill.forecast.events import Event
 from overspill.forecast.layers import head as heads
 from overspill.forecast.layers.figures import layer_figures, run_layer
 from overspill.forecast.layers.litgpt_head import run_litgpt_head
@@ -220,8 +220,8 @@ class _Stream:
         return not self.accumulates
 
     def _crosses(self, tensor: Tensor) -> None:
-        """[Note: Recorded] An asynchronous collective records its tensors on NCCL's stream (ProcessGroupNCCL.cpp, before
-        torch 2.8): let go, they are free when the device gets there, which the host is layers ahead of."""
+        """[Note: Recorded] An asynchronous collective records its tensors on NCCL's stream (ProcessGroupNCCL.cpp,
+        before torch 2.8): let go, they are free when the device gets there, which the host is layers ahead of."""
         if tensor.storage is not None:
             self.memory.recorded.add(tensor.storage.block)
             self.crossed[-1].append(tensor.storage.block)

@@ -47,7 +47,9 @@ class Exchange:
 
     # ---- weights ----
 
-    def gather(self, unit: Unit, pieces: tuple[Pieces, ...], *, forward: bool, following: Unit | None = None) -> list[Tensor]:
+    def gather(
+        self, unit: Unit, pieces: tuple[Pieces, ...], *, forward: bool, following: Unit | None = None
+    ) -> list[Tensor]:
         """A unit's whole weights, until `let_go`. following: the unit that backward fetches ahead."""
         sharding = self.sharding
         if not sharding.splits_weights:
@@ -77,7 +79,9 @@ class Exchange:
         del cast
         return whole
 
-    def _gather_fsdp2(self, unit: Unit, pieces: tuple[Pieces, ...], following: Unit | None, *, forward: bool) -> list[Tensor]:
+    def _gather_fsdp2(
+        self, unit: Unit, pieces: tuple[Pieces, ...], following: Unit | None, *, forward: bool
+    ) -> list[Tensor]:
         """One buffer on the gather's stream, copied out into parameters of the computation's."""
         flat = self._fetched.pop(unit.name, None) or self._collective(unit)
         if forward or self.sharding.copied_in_backward:
@@ -150,9 +154,7 @@ class Exchange:
         if resolved.gradients_at_rest or resolved.gradients_on_host:
             return []
         where = REDUCE if sharding.overlap_comm else COMPUTE
-        return [
-            self.new(numel * resolved.gradient_itemsize, where) for one in pieces for numel in one.shards(resolved)
-        ]
+        return [self.new(numel * resolved.gradient_itemsize, where) for one in pieces for numel in one.shards(resolved)]
 
     def _reduce_fsdp2(self, trained: int, shard: float, grads: list[Tensor]) -> list[Tensor]:
         """From torch 2.5 on the input is the computation's and the one before is let go first; before, it was the

@@ -1,25 +1,32 @@
-"""Training through a session with the model on an accelerator: the CPU run's numbers, wherever the state lives.
+"""Training through a session, on each device: the same numbers wherever the state lives.
 
-The link is slow in both directions and computing takes time, so that every wait which the session needs is needed
-here; the last tests leave out one wait at a time and see that it shows.
+On the emulated accelerator the link is slow in both directions and computing takes time, so that every wait which the
+session needs is needed here, and its numbers are the CPU's; tests leave out one wait at a time and see that it shows.
+Another accelerator rounds as it does, so there the run with all state in host memory is what others must equal.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from overspill import attach
+from overspill.errors import OverspillError
 from overspill.plan import Durability, Overlap, Placement, Plan
 from overspill.train.transfer import DeviceLink
 from overspill.units import MiB
+from testing.devices import make_hostile
+from testing.emulated_accelerator import Delays
+from testing.emulated_accelerator.schedules import delay_schedules
 
 VOCAB = 96
 STEPS = 6
@@ -101,43 +108,103 @@ def is_same(got: Run, expected: Run) -> bool:
     return got[0] == expected[0] and all(torch.equal(got[1][name], weight) for name, weight in expected[1].items())
 
 
-def make_slow(emulated: ModuleType) -> None:
-    emulated.set_link(h2d_bytes_per_s=5e6, d2h_bytes_per_s=5e6)
-    emulated.set_compute_delay(seconds_per_op=2e-5)
-    emulated.poison_freed(True)
-    emulated.poison_fresh(True)
-
-
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = train(tmp_path_factory.mktemp("cpu"), make_plan("host"), "cpu")
-    assert run[0][-1] < run[0][0], "the model did not learn"
-    return run
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """The run that runs on a device must equal: the CPU's, but for devices with arithmetic of their own."""
+    known: dict[str, Run] = {}
+
+    def of(device: str) -> Run:
+        at = "cpu" if device == "emulated" else device
+        if at not in known:
+            known[at] = train(tmp_path_factory.mktemp(at), make_plan("host"), at)
+            assert known[at][0][-1] < known[at][0][0], "the model did not learn"
+        return known[at]
+
+    return of
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    if torch.cuda.is_available():  # where some kernels add in any order
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("overlap", list(Overlap))
 @pytest.mark.parametrize("placement", ["host", "disk", "mixed"])
-def test_losses_and_weights_equal_the_cpus_wherever_state_lives(
-    emulated: ModuleType, on_cpu: Run, tmp_path: Path, placement: str, overlap: Overlap
+def test_losses_and_weights_are_the_same_wherever_state_lives(
+    device: str, reference: Callable[[str], Run], tmp_path: Path, placement: str, overlap: Overlap
 ) -> None:
-    make_slow(emulated)
+    make_hostile(device)
     durability = Durability(every_steps=2 if placement == "mixed" else 0)
     plan = make_plan(placement, overlap=overlap, durability=durability)
-    assert_same(train(tmp_path, plan, "emulated"), on_cpu)
+    assert_same(train(tmp_path, plan, device), reference(device))
+
+
+def check_under_delays(examples: int, emulated: ModuleType, directory: Path) -> None:
+    numbers = itertools.count()
+    expected = train(directory / "cpu", make_plan("host"), "cpu", last=3)
+
+    @given(
+        delays=delay_schedules(most_seconds=0.004, most_compute_seconds=0.0004),
+        placement=st.sampled_from(["host", "disk", "mixed"]),
+        overlap=st.sampled_from(list(Overlap)),
+    )
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(delays: Delays, placement: str, overlap: Overlap) -> None:
+        emulated.reset()
+        make_hostile("emulated", delays)
+        plan = make_plan(placement, overlap=overlap)
+        assert_same(train(directory / str(next(numbers)), plan, "emulated", last=3), expected)
+
+    check()
+
+
+def test_no_schedule_of_delays_changes_a_run(emulated: ModuleType, tmp_path: Path) -> None:
+    check_under_delays(5, emulated, tmp_path)
+
+
+@pytest.mark.slow
+def test_none_of_two_hundred_schedules_of_delays_changes_a_run(emulated: ModuleType, tmp_path: Path) -> None:
+    check_under_delays(200, emulated, tmp_path)
+
+
+@pytest.mark.parametrize("overlap", list(Overlap))
+@pytest.mark.parametrize("what", ["compute", "h2d", "d2h", "allocation"])
+def test_a_device_that_fails_ends_the_run_with_its_error_and_a_resume_gives_the_same_numbers(
+    emulated: ModuleType, reference: Callable[[str], Run], tmp_path: Path, what: str, overlap: Overlap
+) -> None:
+    make_hostile("emulated")
+    plan = make_plan("mixed", overlap=overlap, durability=Durability(every_steps=1))
+    steps: list[int] = []
+
+    def pull_the_plug(session: Any) -> None:
+        steps.append(session.step)
+        if session.step == 3:
+            emulated.fail(what, after=5, fatal=what != "allocation")
+
+    with pytest.raises((torch.AcceleratorError, torch.OutOfMemoryError, OverspillError), match="Emulated accelerator"):
+        train(tmp_path, plan, "emulated", observe=pull_the_plug)
+    assert steps == [1, 2, 3]
+    emulated.reset()
+    losses, weights = train(tmp_path, plan, "emulated", resume=True)
+    whole = reference("emulated")
+    assert_same((whole[0][: STEPS - len(losses)] + losses, weights), whole)
 
 
 def test_a_run_that_stops_goes_on_with_the_devices_weights_and_random_numbers(
-    emulated: ModuleType, on_cpu: Run, tmp_path: Path
+    device: str, reference: Callable[[str], Run], tmp_path: Path
 ) -> None:
-    make_slow(emulated)
+    make_hostile(device)
     plan = make_plan("mixed", overlap=Overlap.FORWARD, durability=Durability(every_steps=1))
-    first, _ = train(tmp_path, plan, "emulated", last=3)
-    torch.randn(7, device="emulated")
-    rest, weights = train(tmp_path, plan, "emulated", resume=True)
-    assert_same((first + rest, weights), on_cpu)
+    first, _ = train(tmp_path, plan, device, last=3)
+    torch.randn(7, device=device)
+    rest, weights = train(tmp_path, plan, device, resume=True)
+    assert_same((first + rest, weights), reference(device))
 
 
-def test_optimizer_state_takes_no_device_memory(emulated: ModuleType, tmp_path: Path) -> None:
+def test_optimizer_state_takes_no_device_memory(accelerator: str, tmp_path: Path) -> None:
     gc.collect()  # models of earlier tests
     before = torch.accelerator.memory_allocated()
     taken: list[int] = []
@@ -146,7 +213,7 @@ def test_optimizer_state_takes_no_device_memory(emulated: ModuleType, tmp_path: 
         session.flush()
         taken.append(torch.accelerator.memory_allocated() - before)
 
-    train(tmp_path, make_plan("disk"), "emulated", last=4, observe=observe)
+    train(tmp_path, make_plan("disk"), accelerator, last=4, observe=observe)
     model = make_model("cpu")
     weights_nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     moments_nbytes = sum(p.numel() * 8 for p in model.parameters())
@@ -154,9 +221,9 @@ def test_optimizer_state_takes_no_device_memory(emulated: ModuleType, tmp_path: 
     assert weights_nbytes < taken[0] < weights_nbytes + moments_nbytes / 4
 
 
-def test_gradients_go_down_and_weights_come_up_once_a_step(emulated: ModuleType, tmp_path: Path) -> None:
+def test_gradients_go_down_and_weights_come_up_once_a_step(accelerator: str, tmp_path: Path) -> None:
     facts: list[dict[str, Any]] = []
-    train(tmp_path, make_plan("disk"), "emulated", observe=lambda session: facts.append(session.step_facts()))
+    train(tmp_path, make_plan("disk"), accelerator, observe=lambda session: facts.append(session.step_facts()))
     nbytes = sum(p.numel() * p.element_size() for p in make_model("cpu").parameters())
     for fact in facts[:-1]:
         assert fact["read_nbytes"]["device"] == nbytes
@@ -177,9 +244,9 @@ def test_no_copy_of_the_sessions_makes_the_host_wait(emulated: ModuleType, tmp_p
 
 @pytest.mark.parametrize("forgotten", ["begin", "wait_fetched", "order_before_compute"])
 def test_a_wait_left_out_of_the_session_shows(
-    emulated: ModuleType, on_cpu: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
+    emulated: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
-    make_slow(emulated)
+    make_hostile("emulated")
     monkeypatch.setattr(DeviceLink, forgotten, lambda *_: None)
     if forgotten == "wait_fetched":
         monkeypatch.setattr(DeviceLink, "wait_all_fetched", lambda *_: None)
@@ -188,26 +255,14 @@ def test_a_wait_left_out_of_the_session_shows(
         torch.accelerator.synchronize()
     except RuntimeError:
         return  # noticed as an error of the device
-    reference = train(tmp_path / "cpu", make_plan("host", max_grad_norm=None), "cpu")
-    assert not is_same(run, reference)
+    assert not is_same(run, train(tmp_path / "cpu", make_plan("host", max_grad_norm=None), "cpu"))
 
 
 def test_when_pinning_fails_training_goes_on_in_pageable_memory_and_says_so_once(
-    emulated: ModuleType, on_cpu: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    emulated: ModuleType, reference: Callable[[str], Run], tmp_path: Path
 ) -> None:
-    zeros = torch.zeros
-    pinned: list[int] = []
-
-    def with_a_limit(*size: Any, **options: Any) -> torch.Tensor:
-        if options.get("pin_memory"):
-            if len(pinned) == 2:
-                raise RuntimeError("host memory cannot be pinned: the limit is reached")
-            pinned.append(1)
-        return zeros(*size, **options)
-
-    monkeypatch.setattr(torch, "zeros", with_a_limit)
+    emulated.fail("pinning", after=2)
     notes: list[str] = []
     run = train(tmp_path, make_plan("disk"), "emulated", observe=lambda session: notes.extend(session.notes))
-    assert len(pinned) == 2
     assert len({note for note in notes if "pinned host memory is reached" in note}) == 1
-    assert_same(run, on_cpu)
+    assert_same(run, reference("emulated"))
